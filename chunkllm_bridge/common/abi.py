@@ -119,13 +119,12 @@ class EngineInfo:
 
 @attrs.frozen(kw_only=True)
 class BlocksStep:
-    """The KV pool before a scheduler step. Units: blocks. free + held + cached == total."""
+    """The KV pool before a scheduler step. Units: blocks. available + held == total."""
 
     index: int
     total: int
-    free: int
-    held: int
-    cached: int  # evictable: nobody holds it
+    held: int  # by requests
+    available: int  # free, or cached without a holder and so evictable
     running: int
     waiting: int
 

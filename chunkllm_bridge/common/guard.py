@@ -1,0 +1,120 @@
+"""The only place where plugin code is called: catch, time, count, fall back, trip."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import attrs
+
+from chunkllm_bridge.common.abi import Plan
+from chunkllm_bridge.common.log import get_logger
+
+log = get_logger("guard")
+
+WINDOW = 200
+"""Calls over which a plugin's error rate is taken."""
+MIN_CALLS = 20
+"""Calls before an error rate means anything."""
+
+T = TypeVar("T")
+
+
+@attrs.define(kw_only=True)
+class Limits:
+    """How long plugin code may take on the step path (seconds), and how often it may fail."""
+
+    deadline: float = 0.005  # one call
+    budget: float = 0.010  # all plugins of one step; what is left unasked is counted as skipped
+    error_rate: float = 0.05
+
+
+@attrs.define(kw_only=True)
+class Tally:
+    """What came of the calls of one generation."""
+
+    calls: Counter[str] = attrs.field(factory=Counter)  # verb -> calls
+    failures: Counter[str] = attrs.field(factory=Counter)  # "exception" | "deadline" | "malformed" | "rejected"
+    skipped: int = 0  # not asked: the step's budget was spent
+    seconds: float = 0.0
+    last_failure: str = ""
+    recent: deque[bool] = attrs.field(factory=lambda: deque(maxlen=WINDOW))  # True = failed
+
+    @property
+    def error_rate(self) -> float:
+        return sum(self.recent) / len(self.recent) if self.recent else 0.0
+
+
+class Guard:
+    """Calls one plugin generation. A failed call is as if the plugin had answered None."""
+
+    def __init__(
+        self,
+        name: str,
+        limits: Limits,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        on_trip: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        self.name = name
+        self.limits = limits
+        self.tally = Tally()
+        self.tripped = False
+        self._clock = clock
+        self._on_trip = on_trip
+
+    def plan(self, verb: str, method: Callable[[Any], Plan | None], step: object, kind: type[Plan]) -> Plan | None:
+        """Ask for a plan on the step path. None where the plugin has none, fails, is late, or answers nonsense."""
+        if self.tripped:
+            return None
+        tally = self.tally
+        tally.calls[verb] += 1
+        started = self._clock()
+        try:
+            answer = method(step)
+        except (Exception, SystemExit) as error:  # a plugin may raise anything; a request must not pay for it
+            if isinstance(error, SystemExit) and error.code is None:
+                raise  # an engine's signal handler shuts its process down so
+            tally.seconds += self._clock() - started
+            self.fail("exception", f"{verb}: {type(error).__name__}: {error}", error)
+            return None
+        elapsed = self._clock() - started
+        tally.seconds += elapsed
+        if elapsed > self.limits.deadline:
+            self.fail("deadline", f"{verb}: took {elapsed * 1e3:.1f} ms of {self.limits.deadline * 1e3:.1f} ms")
+            return None
+        if answer is not None and not isinstance(answer, kind):
+            self.fail("malformed", f"{verb}: answered {type(answer).__name__}, not {kind.__name__} or None")
+            return None
+        tally.recent.append(False)
+        return answer
+
+    def call(self, verb: str, action: Callable[[], T], default: T) -> tuple[T, BaseException | None]:
+        """Run anything else of a plugin (settle, check, prepare, close), at whatever length. Returns (answer, error)."""
+        self.tally.calls[verb] += 1
+        started = self._clock()
+        try:
+            return action(), None
+        except (Exception, SystemExit) as error:  # as above
+            if isinstance(error, SystemExit) and error.code is None:
+                raise
+            self.fail("exception", f"{verb}: {type(error).__name__}: {error}", error)
+            return default, error
+        finally:
+            self.tally.seconds += self._clock() - started
+
+    def fail(self, kind: str, reason: str, error: BaseException | None = None) -> None:
+        """Count a failure; trip when there are too many. Adapters report plans they cannot use ("rejected") here."""
+        tally = self.tally
+        tally.failures[kind] += 1
+        tally.last_failure = reason
+        tally.recent.append(True)
+        if tally.failures[kind] == 1:  # the first of a kind is worth a traceback, the rest are counted
+            log.warning("plugin.failed", plugin=self.name, kind=kind, reason=reason, exc_info=error)
+        if not self.tripped and len(tally.recent) >= MIN_CALLS and tally.error_rate > self.limits.error_rate:
+            self.tripped = True
+            why = f"error rate {tally.error_rate:.0%} over the last {len(tally.recent)} calls; last: {reason}"
+            log.error("plugin.tripped", plugin=self.name, reason=why)
+            self._on_trip(why)

@@ -1,0 +1,383 @@
+"""The plugins in their seats in this process: install, generations, swap at a step boundary, close."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from chunkllm_bridge import __version__
+from chunkllm_bridge.common import abi
+from chunkllm_bridge.common.abi import (
+    BatchingPlan,
+    BatchingStep,
+    BlocksPlan,
+    BlocksStep,
+    EngineInfo,
+    Outcome,
+    Plan,
+    Plugin,
+    PluginSpec,
+    Preparation,
+    Seam,
+    Step,
+)
+from chunkllm_bridge.common.configs import build
+from chunkllm_bridge.common.errors import BridgeError, IncompatibleError
+from chunkllm_bridge.common.guard import Guard, Limits
+from chunkllm_bridge.common.log import get_logger
+from chunkllm_bridge.common.quota import Ledger
+from chunkllm_bridge.common.registry import Registry
+from chunkllm_bridge.common.spec import Spec
+
+log = get_logger("host")
+
+BUILT_IN = ("paged_kv", "batch_window")
+"""Plugins that are always seated; without settings of theirs they plan nothing."""
+
+VERBS: Mapping[Seam, str] = {seam: f"plan_{seam.value}" for seam in Seam}
+
+
+@attrs.define(kw_only=True, eq=False)
+class Generation:
+    """One loaded version of a plugin: code, config and state. Two of one plugin can be alive at once."""
+
+    number: int
+    facts: PluginSpec
+    plugin: Plugin
+    config: object
+    guard: Guard
+    priority: int
+    verbs: dict[Seam, Callable[[Any], Plan | None]]
+    leases: list[abi.Memory] = attrs.field(factory=list)
+    closed: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.facts.name
+
+    @property
+    def state(self) -> str:
+        """ "active" only once it was called on the step path: loaded is not active."""
+        if self.guard.tripped:
+            return "tripped"
+        return "active" if any(self.guard.tally.calls[VERBS[seam]] for seam in self.verbs) else "seated"
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        self.guard.call("close", self.plugin.close, None)
+        for lease in self.leases:
+            lease.close()
+
+    def report(self) -> dict[str, Any]:
+        tally = self.guard.tally
+        return {
+            "name": self.name,
+            "version": self.facts.version,
+            "priority": self.priority,
+            "generation": self.number,
+            "seams": sorted(seam.value for seam in self.verbs),
+            "state": self.state,
+            "calls": dict(tally.calls),
+            "failures": dict(tally.failures),
+            "skipped": tally.skipped,
+            "seconds": round(tally.seconds, 6),
+            "last_failure": tally.last_failure,
+            "memory_bytes": sum(lease.units for lease in self.leases),
+        }
+
+
+@attrs.frozen(kw_only=True)
+class Pending:
+    """New generations, prepared beside the ones in their seats; `Host.commit` or `Host.abandon` ends it."""
+
+    spec: Spec
+    fresh: Mapping[str, Generation]
+
+
+def disabled(spec: Spec, registry: Registry, info: EngineInfo) -> dict[str, str]:
+    """Plugins that the operator switched off, each with the reason."""
+    off = spec["plugin.disable"]
+    reasons = {}
+    for name in wanted(spec):
+        if off == "everything":
+            reasons[name] = "plugin.disable = everything"
+        elif off == "all" and info.device == "cpu" and registry.facts(name).needs_accelerator:
+            reasons[name] = "plugin.disable = all: it needs an accelerator and there is none"
+        elif off == "all" and info.device != "cpu" and registry.facts(name).needs_accelerator:
+            reasons[name] = "plugin.disable = all"
+        elif off not in ("all", "everything") and name in off:
+            reasons[name] = "plugin.disable names it"
+    return reasons
+
+
+def wanted(spec: Spec) -> Sequence[str]:
+    return [*BUILT_IN, *(name for name in spec.active if name not in BUILT_IN)]
+
+
+def check(spec: Spec, registry: Registry, info: EngineInfo) -> list[str]:
+    """Every reason why these plugins cannot run on this engine together. No effects, no plugin code runs."""
+    reasons: list[str] = []
+    seats: dict[Seam, list[PluginSpec]] = {}
+    try:
+        off = disabled(spec, registry, info)
+    except BridgeError as error:
+        return [str(error)]
+    for name in wanted(spec):
+        if name in off:
+            continue
+        try:
+            facts = registry.facts(name)
+        except BridgeError as error:
+            reasons.append(str(error))
+            continue
+        reasons += [f"{name} {facts.version}: {reason}" for reason in facts.incompatibilities()]
+        if missing := sorted(facts.requires - info.capabilities):
+            offered = ", ".join(sorted(info.capabilities))
+            lacks = ", ".join(missing)
+            reasons.append(f"{name}: requires {lacks}; {info.engine} {info.version} offers {offered}")
+        if facts.needs_accelerator and info.device == "cpu":
+            reasons.append(f"{name}: needs an accelerator and there is none (plugin.disable = 'all' leaves it out)")
+        for seam in facts.seams:
+            seats.setdefault(seam, []).append(facts)
+            if f"seam.{seam.value}" not in info.capabilities:
+                reasons.append(f"{name}: {info.engine} {info.version} offers no seam {seam.value} yet")
+    for seam, holders in seats.items():
+        claim = next((facts for facts in holders if facts.exclusive), None)
+        if len(holders) > 1 and (claim is not None or f"exclusive.{seam.value}" in info.capabilities):
+            names = " and ".join(sorted(facts.name for facts in holders))
+            why = f"{claim.name} wants it alone" if claim else f"{info.engine} offers it only once"
+            reasons.append(f"seam {seam.value} is claimed by {names}, and {why}: disable all but one")
+    return reasons
+
+
+def fingerprint(spec: Spec, registry: Registry) -> str:
+    """What every process of one engine must agree on: bridge, ABI, plugins with their versions, config."""
+    parts = [__version__, str(abi.ABI), abi.SURFACE, spec.config_hash()]
+    parts += [f"{name} {registry.facts(name).version} {registry.source(name)}" for name in wanted(spec)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+
+
+def config_for(spec: Spec, registry: Registry, name: str) -> object:
+    """A plugin's typed config: its own keys, and the parameters that its fields are bound to.
+
+    A field is bound with `attrs.field(metadata={"parameter": "kv_cache.memory_ratio"})`; an own key beats it.
+    """
+    cls = registry.config_class(name)
+    own = spec.plugin_config(name)
+    bound = {}
+    for field in attrs.fields(cls):
+        parameter = field.metadata.get("parameter")
+        if parameter is not None and field.name not in own:
+            group, _, key = parameter.partition(".")
+            bound[field.name] = spec.for_plugin(name, key) if group == "plugin" else spec[parameter]
+    return attrs.evolve(build(cls, own), **bound)
+
+
+class Host:
+    """Seats plugins, asks them in order of priority, and swaps their generations between two steps."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        registry: Registry,
+        info: EngineInfo,
+        seams: frozenset[Seam],
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Attach everything or nothing: raises `IncompatibleError` with every reason, and leaves no trace."""
+        if reasons := check(spec, registry, info):
+            raise IncompatibleError("the plugin spec", reasons)
+        self.spec, self.registry, self.info = spec, registry, info
+        self.limits = Limits(error_rate=spec["plugin.error_rate"])
+        self.off = disabled(spec, registry, info)
+        self.generation = 1
+        self.memory = Ledger(info.device_memory or 1, name="plugin memory")
+        self._clock = clock
+        self._here = seams
+        self._limits: dict[str, int] = {}  # BLOCKS: the limit of each plugin that set one
+        self._seated: dict[str, Generation] = {}
+        names = [n for n in wanted(spec) if n not in self.off and registry.facts(n).seams & seams]
+        names.sort(key=lambda name: -spec.for_plugin(name, "priority"))  # under a short quota the low ones go without
+        with contextlib.ExitStack() as undo:
+            for name in names:
+                self._seated[name] = generation = self._build(spec, name, self.generation)
+                undo.callback(generation.close)
+            undo.pop_all()
+        self._order()
+        for name, reason in self.off.items():
+            log.info("plugin.disabled", plugin=name, reason=reason)
+
+    # ---- generations ----
+
+    def _build(self, spec: Spec, name: str, number: int, before: Generation | None = None) -> Generation:
+        """Load, check and prepare one generation. Raises `IncompatibleError`; what it took is given back."""
+        cls, facts = self.registry.load(name), self.registry.facts(name)
+        config = config_for(spec, self.registry, name)
+        guard = Guard(
+            name,
+            attrs.evolve(self.limits, error_rate=spec.for_plugin(name, "error_rate")),
+            clock=self._clock,
+            on_trip=lambda reason: self._limits.pop(name, None) and None,
+        )
+        plugin, error = guard.call("init", lambda: cls(config), None)
+        if plugin is None:
+            raise IncompatibleError(name, [f"its constructor raised {type(error).__name__}: {error}"]) from error
+        generation = Generation(
+            number=number,
+            facts=facts,
+            plugin=plugin,
+            config=config,
+            guard=guard,
+            priority=spec.for_plugin(name, "priority"),
+            verbs={seam: getattr(plugin, VERBS[seam]) for seam in facts.seams & self._here},
+        )
+        with contextlib.ExitStack() as undo:
+            undo.callback(generation.close)
+            reasons, error = guard.call("check", lambda: list(plugin.check(self.info)), [])
+            if reasons or error is not None:
+                raise IncompatibleError(name, reasons or [f"its check raised {type(error).__name__}: {error}"])
+            share = spec.for_plugin(name, "memory_ratio")
+            self.memory.set_limit(None if share is None else int(share * self.info.device_memory), owner=name)
+
+            def lease_memory(nbytes: int) -> abi.Memory | None:
+                lease = self.memory.lease(name, nbytes)
+                if lease is not None:
+                    generation.leases.append(lease)
+                return lease
+
+            preparation = Preparation(info=self.info, generation=number, lease_memory=lease_memory)
+            _, error = guard.call("prepare", lambda: plugin.prepare(preparation), None)
+            if error is None and before is not None:
+                state, error = guard.call("snapshot", before.plugin.snapshot, {})
+                if error is None:
+                    _, error = guard.call("migrate", lambda: plugin.migrate(state), None)
+            if error is not None:
+                raise IncompatibleError(name, [f"preparing it raised {type(error).__name__}: {error}"]) from error
+            undo.pop_all()
+        return generation
+
+    def prepare(self, spec: Spec) -> Pending:
+        """Build what a changed spec asks for, beside what is seated. Heavy work; the seats do not change."""
+        fresh: dict[str, Generation] = {}
+        with contextlib.ExitStack() as undo:
+            for name, seated in self._seated.items():
+                if config_for(spec, self.registry, name) != seated.config:
+                    fresh[name] = self._build(spec, name, self.generation + 1, before=seated)
+                    undo.callback(fresh[name].close)
+            undo.pop_all()
+        return Pending(spec=spec, fresh=fresh)
+
+    def commit(self, pending: Pending) -> None:
+        """Swap at a step boundary: pointers only. The generations that leave are closed."""
+        leaving = [self._seated[name] for name in pending.fresh]
+        self._seated.update(pending.fresh)
+        self.spec = pending.spec
+        self.generation += 1
+        for name, generation in self._seated.items():
+            generation.priority = pending.spec.for_plugin(name, "priority")
+            generation.guard.limits.error_rate = pending.spec.for_plugin(name, "error_rate")
+        self._order()
+        for generation in leaving:
+            generation.close()
+
+    def abandon(self, pending: Pending) -> None:
+        for generation in pending.fresh.values():
+            generation.close()
+
+    def _order(self) -> None:
+        """Higher priority first, ties by name."""
+        ranked = sorted(self._seated.values(), key=lambda generation: (-generation.priority, generation.name))
+        self._seats = {seam: [gen for gen in ranked if seam in gen.verbs] for seam in Seam}
+        self._settlers = {
+            seam: [gen for gen in seats if type(gen.plugin).settle is not Plugin.settle]
+            for seam, seats in self._seats.items()
+        }
+        windows = [self.spec.for_plugin(gen.name, "batch_window") or 0.0 for gen in self._seats[Seam.BATCHING]]
+        self._window = max(windows, default=0.0)
+
+    # ---- the step path ----
+
+    def ask(self, seam: Seam, step: Step) -> Iterator[tuple[Generation, Plan | None, bool]]:
+        """Each seated plugin's (generation, plan, failed), highest priority first, within the step's budget."""
+        verb, kind = VERBS[seam], abi.PLAN_TYPES[seam]
+        started = self._clock()
+        for generation in self._seats[seam]:
+            guard = generation.guard
+            if self._clock() - started > self.limits.budget:
+                guard.tally.skipped += 1
+                yield generation, None, True
+                continue
+            before = guard.tally.failures.total()
+            plan = guard.plan(verb, generation.verbs[seam], step, kind)
+            yield generation, plan, guard.tally.failures.total() != before
+
+    def block_limit(self, step: BlocksStep) -> int | None:
+        """The tightest of the plugins' limits. A failed call leaves that plugin's last limit standing."""
+        for generation, plan, failed in self.ask(Seam.BLOCKS, step):
+            if isinstance(plan, BlocksPlan):
+                self._limits[generation.name] = plan.limit
+            elif not failed:
+                self._limits.pop(generation.name, None)
+        return min(self._limits.values(), default=None)
+
+    @property
+    def window(self) -> float:
+        """The longest that any plugin may hold new prefills, in seconds; 0 = nobody may, so nobody is asked."""
+        return self._window
+
+    def hold(self, step: BatchingStep) -> bool:
+        """Whether the new prefills wait one more step: the longest hold asked for, never beyond the batch window."""
+        until = 0.0
+        for generation, plan, _ in self.ask(Seam.BATCHING, step):
+            if isinstance(plan, BatchingPlan):
+                window = self.spec.for_plugin(generation.name, "batch_window") or 0.0
+                until = max(until, min(plan.hold_until, window))
+        held = step.oldest_wait < until
+        if self.settles(Seam.BATCHING):
+            outcome = Outcome(seam=Seam.BATCHING, step=step.index, applied=held, waited=step.oldest_wait)
+            self.settle(Seam.BATCHING, outcome)
+        return held
+
+    def settles(self, seam: Seam) -> bool:
+        """Whether any plugin on this seam wants to hear how a step went."""
+        return bool(self._settlers[seam])
+
+    def settle(self, seam: Seam, outcome: Outcome) -> None:
+        """Tell the seam's plugins how the step went."""
+        for generation in self._settlers[seam]:
+            generation.guard.call("settle", functools.partial(generation.plugin.settle, outcome), None)
+
+    # ---- for people ----
+
+    def fingerprint(self) -> str:
+        return fingerprint(self.spec, self.registry)
+
+    def report(self) -> dict[str, Any]:
+        plugins = [self._seated[name].report() for name in sorted(self._seated)]
+        plugins += [
+            {"name": name, "version": self.registry.facts(name).version, "state": "disabled", "last_failure": reason}
+            for name, reason in self.off.items()
+        ]
+        return {
+            "role": self.info.role,
+            "rank": self.info.rank,
+            "fingerprint": self.fingerprint(),
+            "generation": self.generation,
+            "plugins": plugins,
+        }
+
+    def close(self) -> None:
+        """Close every generation, newest first. Idempotent."""
+        for generation in reversed(self._seated.values()):
+            generation.close()
+        self._seated.clear()
+        self._order()

@@ -1,0 +1,24 @@
+"""Loggers: events with fields, handed to the standard `chunkllm` logger. Nothing here configures logging."""
+
+from __future__ import annotations
+
+import logging
+from typing import cast
+
+import structlog
+
+ROOT = "chunkllm"
+
+
+def get_logger(room: str, **bound: object) -> structlog.stdlib.BoundLogger:
+    """A logger for one room of the house, e.g. `get_logger("host", rank=0)`. An adapter gives `chunkllm` its handlers."""
+    logger = structlog.wrap_logger(
+        logging.getLogger(f"{ROOT}.{room}"),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        processors=[
+            structlog.stdlib.filter_by_level,
+            structlog.processors.format_exc_info,
+            structlog.processors.KeyValueRenderer(key_order=["event"], drop_missing=True),
+        ],
+    )
+    return cast(structlog.stdlib.BoundLogger, logger.bind(**bound))

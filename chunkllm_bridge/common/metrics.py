@@ -1,0 +1,144 @@
+"""What is counted, under which Prometheus names, the same on every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+
+PREFIX = "chunkllm_"
+
+
+@attrs.frozen
+class Family:
+    """One metric: its name without the prefix, kind, labels beside `engine`, and help text."""
+
+    name: str
+    kind: str  # "gauge" or "counter"
+    labels: tuple[str, ...]
+    text: str
+
+
+FAMILIES = (
+    Family("info", "gauge", ("version", "fingerprint", "profile"), "1 while the bridge is attached."),
+    Family("generation", "gauge", (), "Commits of the spec in this engine, counted from 1."),
+    Family("ranks_in_step", "gauge", (), "1 while all ranks report the fingerprint of the scheduling process."),
+    Family("kv_blocks", "gauge", ("state",), "KV blocks by state: free, held (by requests), cached (evictable)."),
+    Family("kv_total_blocks", "gauge", (), "KV blocks that requests could hold without a quota."),
+    Family("kv_limit_blocks", "gauge", (), "KV blocks that requests may hold together now."),
+    Family("kv_peak_blocks", "gauge", (), "Most blocks held since the limit last changed."),
+    Family("kv_conserved", "gauge", (), "1 while free + held + cached == total."),
+    Family("kv_denied", "counter", (), "Block allocations that the quota refused; the request waits or is preempted."),
+    Family("kv_preempted", "counter", (), "Requests preempted because the quota was lowered below what was held."),
+    Family("kv_overdrafts", "counter", (), "Allocations beyond the quota for a request that was alone."),
+    Family("kv_violations", "counter", (), "Steps that ended above the quota without the sole-request rule."),
+    Family("requests", "gauge", ("state",), "Requests in the scheduler by state: running, waiting."),
+    Family("batch_holds", "counter", (), "Scheduler steps in which new prefills were held by the batch window."),
+    Family("plugin_active", "gauge", ("plugin", "generation"), "1 once the plugin was called on the step path."),
+    Family("plugin_calls", "counter", ("plugin", "verb"), "Calls of plugin code."),
+    Family("plugin_failures", "counter", ("plugin", "kind"), "Calls that failed: the engine went its own way."),
+    Family("plugin_skipped", "counter", ("plugin",), "Steps in which the plugin was not asked: budget spent."),
+    Family("plugin_seconds", "counter", ("plugin",), "Time spent in plugin code, in seconds."),
+    Family("plugin_memory_bytes", "gauge", ("plugin",), "Device memory that the plugin leases."),
+    Family("itl_p99_seconds", "gauge", (), "p99 of inter-token latency over the last minute."),
+    Family("itl_alarm", "gauge", (), "1 while that p99 is above plugin.latency.p99."),
+    Family("itl_alarms", "counter", (), "Times that the alarm rose."),
+)
+
+ITL = "inter_token_latency_seconds"
+ITL_BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.12, 0.15, 0.2, 0.3, 0.5, 1, 2, 5)
+
+Sample = tuple[str, dict[str, str], float]
+
+
+def samples(status: Mapping[str, Any]) -> Iterator[Sample]:
+    """(name, labels, value) of all that a status says."""
+    labels = {key: str(status[key]) for key in ("version", "fingerprint", "profile")}
+    yield "info", labels, 1
+    yield "generation", {}, status["generation"]
+    if "in_step" in status:
+        yield "ranks_in_step", {}, status["in_step"]
+    kv = status["kv"]
+    for state in ("free", "held", "cached"):
+        yield "kv_blocks", {"state": state}, kv[state]
+    yield "kv_total_blocks", {}, kv["total"]
+    yield "kv_limit_blocks", {}, kv["limit"]
+    yield "kv_peak_blocks", {}, kv["peak"]
+    yield "kv_conserved", {}, kv["conserved"]
+    for name in ("denied", "preempted", "overdrafts", "violations"):
+        yield f"kv_{name}", {}, kv[name]
+    for state, number in status["requests"].items():
+        yield "requests", {"state": state}, number
+    yield "batch_holds", {}, kv["window_holds"]
+    for plugin in status["plugins"]:
+        if plugin["state"] != "disabled":
+            yield from _plugin_samples(plugin)
+
+
+def _plugin_samples(plugin: Mapping[str, Any]) -> Iterator[Sample]:
+    name = {"plugin": plugin["name"]}
+    yield "plugin_active", {**name, "generation": str(plugin["generation"])}, plugin["state"] == "active"
+    for verb, calls in plugin["calls"].items():
+        yield "plugin_calls", {**name, "verb": verb}, calls
+    for kind, failures in plugin["failures"].items():
+        yield "plugin_failures", {**name, "kind": kind}, failures
+    yield "plugin_skipped", name, plugin["skipped"]
+    yield "plugin_seconds", name, plugin["seconds"]
+    yield "plugin_memory_bytes", name, plugin["memory_bytes"]
+
+
+class Exporter:
+    """Publishes samples through prometheus_client.
+
+    With several API servers exactly one of them publishes what the engine counted: then summing the counters of all
+    processes is right. What each server sees itself (latencies) it publishes itself. Create it after the engine has
+    set PROMETHEUS_MULTIPROC_DIR.
+    """
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        self._gauges: dict[str, Gauge] = {}
+        self._counters: dict[str, Counter] = {}
+        self._seen: dict[tuple[str, ...], float] = {}
+        self._last: dict[str, set[tuple[str, ...]]] = {}
+        for family in FAMILIES:
+            names = ["engine", *family.labels]
+            if family.kind == "gauge":
+                mode = "mostrecent" if family.name != "itl_p99_seconds" else "max"
+                self._gauges[family.name] = Gauge(
+                    PREFIX + family.name, family.text, names, registry=registry, multiprocess_mode=mode
+                )
+            else:
+                self._counters[family.name] = Counter(PREFIX + family.name, family.text, names, registry=registry)
+        self._itl = Histogram(
+            PREFIX + ITL, "Time between two tokens of a request.", ["engine"], registry=registry, buckets=ITL_BUCKETS
+        )
+
+    def publish(self, rows: Iterator[Sample], engine: str) -> None:
+        """Set the gauges, and add to the counters what came since the last call.
+
+        A counter that went down belongs to a new generation of a plugin: it starts again from there.
+        """
+        fresh: dict[str, set[tuple[str, ...]]] = {}
+        for name, labels, value in rows:
+            values = (engine, *labels.values())
+            if name in self._gauges:
+                self._gauges[name].labels(*values).set(float(value))
+                fresh.setdefault(name, set()).add(values)
+                continue
+            key = (name, *values)
+            before = self._seen.get(key, 0.0)
+            self._seen[key] = float(value)
+            self._counters[name].labels(*values).inc(float(value) - before if value >= before else float(value))
+        for name in ("info", "plugin_active"):  # labels that change must not leave the old series behind
+            if name in fresh:
+                for gone in self._last.get(name, set()) - fresh[name]:
+                    if gone[0] == engine:
+                        self._gauges[name].labels(*gone).set(0)
+                self._last[name] = self._last.get(name, set()) | fresh[name]
+
+    def observe_itl(self, seconds: list[float], engine: str) -> None:
+        histogram = self._itl.labels(engine)
+        for value in seconds:
+            histogram.observe(value)

@@ -1,0 +1,283 @@
+"""Attach the bridge inside EngineCore and its workers: all of it before the first request, or none."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from chunkllm_bridge.common.abi import EngineInfo, Seam
+from chunkllm_bridge.common.control import CoreDesk, Ports, RankDesk
+from chunkllm_bridge.common.errors import ControlError, IncompatibleError
+from chunkllm_bridge.common.host import Host
+from chunkllm_bridge.common.log import get_logger
+from chunkllm_bridge.common.snapshots import Snapshots
+from chunkllm_bridge.common.spec import Spec
+from chunkllm_bridge.patches import vllm as patches
+from chunkllm_bridge.vllm import info as facts
+from chunkllm_bridge.vllm.blocks import SchedulerBridge
+from chunkllm_bridge.vllm.transport import Passport
+
+log = get_logger("vllm.attach")
+
+CORE_SEAMS = frozenset({Seam.BLOCKS, Seam.BATCHING})
+WORKER_SEAMS = frozenset({Seam.ATTENTION, Seam.DRAFTS, Seam.WEIGHTS})
+
+_desks: weakref.WeakKeyDictionary[Any, RankDesk] = weakref.WeakKeyDictionary()  # the workers of this process
+
+
+class NotAttached:
+    """Stands in for the scheduler at launch; attaching puts the real one back. Whoever meets it is not attached."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise IncompatibleError(
+            "the bridge in the EngineCore process",
+            ["--plugin chunkllm was asked for, but the bridge was not loaded there; does VLLM_PLUGINS name chunkllm?"],
+        )
+
+
+GUARD = f"{NotAttached.__module__}.{NotAttached.__qualname__}"
+
+
+# ---- worker --------------------------------------------------------------------------------------------------------
+
+
+def worker_call(worker: Any, verb: str, wire: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Runs in each worker, between two forward passes; sent by reference through `collective_rpc`."""
+    worker = getattr(worker, "worker", worker)  # the multiprocess executor hands over its wrapper
+    if verb == "attach":
+        assert wire is not None
+        passport = Passport.from_wire(wire)
+        process = f"worker of rank {worker.rank}"
+        try:
+            registry = passport.verify(process)
+            about = facts.engine_info(worker.vllm_config, role="worker", rank=worker.rank)
+            desk = _desks[worker] = RankDesk(Host(passport.spec, registry, about, WORKER_SEAMS))
+        except IncompatibleError as error:
+            return {"ok": False, "rank": worker.rank, "error": str(error)}
+        weights = sum(p.numel() * p.element_size() for p in worker.model_runner.get_model().parameters())
+        return {"ok": True, "rank": worker.rank, "fingerprint": desk.host.fingerprint(), "weights": weights}
+    return _desks[worker].handle(verb, wire)
+
+
+# ---- core ----------------------------------------------------------------------------------------------------------
+
+
+def wrap_initialize_kv_caches(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Around `EngineCore._initialize_kv_caches`: straight through unless a passport is in the config."""
+
+    @functools.wraps(original)
+    def initialize_kv_caches(core: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        passport = Passport.in_config(vllm_config)
+        if passport is None:
+            return original(core, vllm_config, *args, **kwargs)
+        return CoreAttachment(core, passport).around(original, vllm_config, *args, **kwargs)
+
+    return initialize_kv_caches
+
+
+class CoreAttachment:
+    """What the bridge is in one EngineCore. `close()` undoes everything, newest first."""
+
+    def __init__(self, core: Any, passport: Passport) -> None:
+        self.core, self.passport = core, passport
+        self.registry = passport.verify("EngineCore process")
+        self._undo = contextlib.ExitStack()
+        self.scheduler: SchedulerBridge | None = None
+
+    def around(self, original: Callable[..., Any], vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        core, spec = self.core, self.passport.spec
+        with contextlib.ExitStack() as undo:
+            about = facts.engine_info(vllm_config, role="core")
+            weights = self._attach_workers()
+            check_shares(spec, about, weights)
+            with contextlib.ExitStack() as sizing:
+                sizing.callback(cap_available_memory(core.model_executor, spec, about))
+                sizing.callback(check_pool(core.model_executor, spec, about))
+                kv_cache_config = original(core, vllm_config, *args, **kwargs)
+            about = facts.with_pool(about, kv_cache_config, vllm_config.cache_config.block_size)
+            host = Host(spec, self.registry, about, CORE_SEAMS)
+            undo.callback(host.close)
+            undo.callback(self._await_scheduler(vllm_config.scheduler_config, host))
+            snapshots = Snapshots.of(spec) if spec.origin is not None else None
+            desk = CoreDesk(host, self._ports(about), snapshots)
+            core.chunkllm_control = desk.handle
+            undo.callback(delattr, core, "chunkllm_control")
+            core.chunkllm = self
+            undo.callback(delattr, core, "chunkllm")
+            if snapshots is not None:
+                snapshots.save(spec)
+            self._undo = undo.pop_all()
+        log.info(
+            "bridge.attached",
+            engine="vllm",
+            version=about.version,
+            fingerprint=self.passport.fingerprint,
+            blocks=about.total_blocks,
+            plugins=sorted(plugin["name"] for plugin in host.report()["plugins"]),
+        )
+        return kv_cache_config
+
+    def close(self) -> None:
+        self._undo.close()
+
+    def _attach_workers(self) -> int:
+        """Every worker builds its host and answers with its fingerprint. Returns the largest rank's weight bytes."""
+        replies = self.core.model_executor.collective_rpc(worker_call, args=("attach", self.passport.to_wire()))
+        reasons = [f"rank {reply['rank']}: {reply['error']}" for reply in replies if not reply["ok"]]
+        if reasons:
+            raise IncompatibleError("the bridge", reasons)
+        return int(max(reply["weights"] for reply in replies))
+
+    def _await_scheduler(self, scheduler_config: Any, host: Host) -> Callable[[], None]:
+        """Bridge the scheduler as soon as the engine has made its own choice of one."""
+        scheduler_config.scheduler_cls = self.passport.scheduler_cls
+
+        def wrap(original: Callable[[], type]) -> Callable[[], Callable[..., Any]]:
+            def get_scheduler_cls() -> Callable[..., Any]:
+                chosen = original()
+
+                def make(*args: Any, **kwargs: Any) -> Any:
+                    scheduler = chosen(*args, **kwargs)
+                    self.scheduler = SchedulerBridge(scheduler, host, arrivals_possible=runs_apart(self.core))
+                    self.scheduler.install()
+                    self._undo.callback(self.scheduler.close)
+                    return scheduler
+
+                return make
+
+            return get_scheduler_cls
+
+        return patches.GET_SCHEDULER_CLS.apply_to(scheduler_config, wrap)
+
+    def _ports(self, about: EngineInfo) -> Ports:
+        def ranks(verb: str, wire: Mapping[str, Any] | None = None) -> Sequence[Mapping[str, Any]]:
+            answers: list[dict[str, Any]] = self.core.model_executor.collective_rpc(worker_call, args=(verb, wire))
+            return answers
+
+        return Ports(
+            ranks=ranks,
+            pool=lambda: pool_status(self._bridge, about),
+            requests=lambda: {
+                "running": len(self._bridge.scheduler.running),
+                "waiting": len(self._bridge.scheduler.waiting),
+            },
+            check=lambda spec: check_ratio(spec, about),
+            committed=lambda: self._bridge.refresh_limit(),
+        )
+
+    @property
+    def _bridge(self) -> SchedulerBridge:
+        assert self.scheduler is not None, "no scheduler yet"
+        return self.scheduler
+
+
+def runs_apart(core: Any) -> bool:
+    """Whether requests can arrive while this EngineCore steps: not when its caller steps it in the same thread."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    return isinstance(core, EngineCoreProc)
+
+
+# ---- the pool ------------------------------------------------------------------------------------------------------
+
+
+def ratio_bytes(spec: Spec, about: EngineInfo) -> int | None:
+    """Bytes that `kv_cache.memory_ratio` gives one rank's pool; None leaves the size to the engine."""
+    ratio = spec["kv_cache.memory_ratio"]
+    return None if ratio == "engine" else int(ratio * about.device_memory)
+
+
+def cap_available_memory(executor: Any, spec: Spec, about: EngineInfo) -> Callable[[], None]:
+    """Let the pool be what the engine measures, but no more than the ratio."""
+    allowed = ratio_bytes(spec, about)
+    measure = executor.determine_available_memory
+
+    def determine_available_memory() -> list[int]:
+        return [available if allowed is None else min(available, allowed) for available in measure()]
+
+    executor.determine_available_memory = determine_available_memory
+    return lambda: delattr(executor, "determine_available_memory")
+
+
+def check_pool(executor: Any, spec: Spec, about: EngineInfo) -> Callable[[], None]:
+    """Refuse a pool that breaks the spec before it is allocated; undone afterwards."""
+    initialize = executor.initialize_from_config
+
+    def initialize_from_config(kv_cache_configs: list[Any]) -> Any:
+        for rank, config in enumerate(kv_cache_configs):
+            if reasons := pool_reasons(config, spec, about):
+                raise IncompatibleError(f"the KV pool of rank {rank}", reasons)
+        return initialize(kv_cache_configs)
+
+    executor.initialize_from_config = initialize_from_config
+    return lambda: delattr(executor, "initialize_from_config")
+
+
+def pool_reasons(config: Any, spec: Spec, about: EngineInfo) -> list[str]:
+    """What is wrong with one rank's pool, with layers, bytes and the ratio that would fit."""
+    reasons = []
+    sizes, total = facts.layer_bytes(config), facts.pool_bytes(config)
+    most = spec["kv_cache.max_layer_bytes"]
+    if over := {layer: size for layer, size in sizes.items() if size > most}:
+        layer, size = max(over.items(), key=lambda item: item[1])
+        fits = total / about.device_memory * most / size
+        reasons.append(
+            f"kv_cache.max_layer_bytes = {most}: {len(over)} of {len(sizes)} layers would hold more, {layer} {size} "
+            f"bytes; kv_cache.memory_ratio = {fits:.4f} would fit"
+        )
+    allowed = ratio_bytes(spec, about)
+    if allowed is not None and total > allowed:
+        reasons.append(
+            f"kv_cache.memory_ratio = {spec['kv_cache.memory_ratio']} allows {allowed} bytes, the engine was told to "
+            f"make {total} (--num-gpu-blocks-override?)"
+        )
+    return reasons
+
+
+def check_shares(spec: Spec, about: EngineInfo, weights: int) -> None:
+    """The sum of all shares and the weights must fit on the device."""
+    ratio = spec["kv_cache.memory_ratio"]
+    parts = {"weights": weights / about.device_memory} if about.device_memory else {}
+    if ratio != "engine":
+        parts["kv_cache.memory_ratio"] = ratio
+    for name in spec.active:
+        if share := spec.for_plugin(name, "memory_ratio"):
+            parts[f"plugins.{name}.memory_ratio"] = share
+    if (total := sum(parts.values())) > 1:
+        terms = " + ".join(f"{name} {share:.2f}" for name, share in parts.items())
+        raise IncompatibleError("the memory shares", [f"{terms} = {total:.2f} of the device's memory, more than all"])
+
+
+def check_ratio(spec: Spec, about: EngineInfo) -> None:
+    """A quota cannot grow beyond the pool made at start."""
+    ratio, most = spec["kv_cache.memory_ratio"], pool_share(about)
+    if ratio != "engine" and int(ratio * about.device_memory) // about.block_bytes > about.total_blocks + 1:
+        raise ControlError(
+            f"kv_cache.memory_ratio = {ratio}: the pool made at start is {most:.4f} of the memory "
+            f"({about.total_blocks} blocks); a larger one needs a restart",
+            409,
+        )
+
+
+def pool_share(about: EngineInfo) -> float:
+    return (about.total_blocks + 1) * about.block_bytes / max(1, about.device_memory)
+
+
+def pool_status(bridge: SchedulerBridge, about: EngineInfo) -> dict[str, Any]:
+    counts = bridge.counts()
+    return {
+        **attrs.asdict(counts),
+        **bridge.quota.as_dict(),
+        "conserved": counts.conserved,
+        "block_size": about.block_size,
+        "block_bytes": about.block_bytes,
+        "memory_ratio": bridge.host.spec["kv_cache.memory_ratio"],
+        "memory_ratio_max": pool_share(about),
+        "window_holds": bridge.holds,
+        "steps": bridge.step,
+    }

@@ -1,0 +1,192 @@
+"""KV quotas and batch windows on vLLM's scheduler: its own object keeps its class, three of its functions are wrapped."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+from chunkllm_bridge.common.abi import BatchingStep, BlocksStep, Outcome, Seam
+from chunkllm_bridge.common.host import Host
+from chunkllm_bridge.common.log import get_logger
+from chunkllm_bridge.common.quota import Counts, PoolQuota
+from chunkllm_bridge.patches import vllm as patches
+
+log = get_logger("vllm.blocks")
+
+
+class SchedulerBridge:
+    """Asks the host once per step, and enforces what it answers. Lives as long as the scheduler."""
+
+    def __init__(self, scheduler: Any, host: Host, *, arrivals_possible: bool = True) -> None:
+        self.scheduler, self.host = scheduler, host
+        self.pool = scheduler.kv_cache_manager.block_pool
+        self.total = self.pool.num_gpu_blocks - 1  # without the null block, which is never a request's
+        self.quota = PoolQuota(max(1, self.total))
+        self.step = 0
+        self.holds = 0  # steps in which new prefills were held
+        self._arrivals_possible = arrivals_possible
+        self._arrived: dict[str, float] = {}  # request id -> when the scheduler got it, until it is first scheduled
+        self._allocating = False
+        self._undo = contextlib.ExitStack()
+
+    def install(self) -> None:
+        manager = self.scheduler.kv_cache_manager
+        with contextlib.ExitStack() as undo:
+            undo.callback(patches.GET_NUM_FREE_BLOCKS.apply_to(self.pool, self._wrap_free))
+            undo.callback(patches.ALLOCATE_SLOTS.apply_to(manager, self._wrap_allocate))
+            undo.callback(patches.ADD_REQUEST.apply_to(self.scheduler, self._wrap_add))
+            undo.callback(patches.SCHEDULE.apply_to(self.scheduler, self._wrap_schedule))
+            self._undo = undo.pop_all()
+        self.refresh_limit()
+
+    def close(self) -> None:
+        """Give the scheduler its own functions back. Idempotent."""
+        self._undo.close()
+
+    # ---- the wrapped functions ----
+
+    def _wrap_free(self, original: Callable[[], int]) -> Callable[[], int]:
+        self._engine_free = original
+
+        def get_num_free_blocks() -> int:
+            free = original()
+            return self.quota.hidden_free(free) if self._allocating else free
+
+        return get_num_free_blocks
+
+    def _wrap_allocate(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        quota = self.quota
+
+        def allocate_slots(request: Any, *args: Any, **kwargs: Any) -> Any:
+            if quota.reserve() == 0:  # no limit: the engine's own way
+                return original(request, *args, **kwargs)
+            self._allocating = True
+            try:
+                blocks = original(request, *args, **kwargs)
+            finally:
+                self._allocating = False
+            if blocks is None and quota.judge(granted=False, sole=self._sole(request)).overdraft:
+                blocks = original(request, *args, **kwargs)  # a quota below one request still lets one through
+            return blocks
+
+        return allocate_slots
+
+    def _wrap_add(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def add_request(request: Any, *args: Any, **kwargs: Any) -> Any:
+            self._arrived.setdefault(request.request_id, time.monotonic())
+            return original(request, *args, **kwargs)
+
+        return add_request
+
+    def _wrap_schedule(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def schedule(*args: Any, **kwargs: Any) -> Any:
+            self.step += 1
+            if self.quota.excess(self.refresh_limit()):
+                self._preempt_down()
+            held = self._new_prefills()
+            if held:
+                self.holds += 1
+                waiting = self.scheduler.waiting
+                waiting.remove_requests(set(held))
+                try:
+                    output = original(*args, **kwargs)
+                finally:
+                    for request in held:  # new requests stand behind preempted ones, so their place is the back
+                        waiting.add_request(request)
+            else:
+                output = original(*args, **kwargs)
+            if self._arrived:
+                for new in output.scheduled_new_reqs:
+                    self._arrived.pop(new.req_id, None)
+                self._forget_gone()
+            self._settle()
+            return output
+
+        return schedule
+
+    # ---- BLOCKS ----
+
+    def refresh_limit(self) -> int:
+        """Ask the plugins for the limit and put it in force. Returns what is held now."""
+        held = self.held()
+        limit = self.host.block_limit(
+            BlocksStep(
+                index=self.step,
+                total=self.total,
+                held=held,
+                available=self.total - held,
+                running=len(self.scheduler.running),
+                waiting=len(self.scheduler.waiting),
+            )
+        )
+        before = self.quota.limit
+        self.quota.set_limit(limit)
+        if self.quota.limit != before:
+            log.info("kv.quota", limit=self.quota.limit, total=self.total, held=held)
+        return held
+
+    def _preempt_down(self) -> None:
+        """Preempt from the back of the running queue until what is held fits, or one request is left."""
+        scheduler = self.scheduler
+        while len(scheduler.running) > 1 and self.quota.excess(self.held()):
+            victim = scheduler.running[-1]
+            if not scheduler._request_blocks_can_be_freed(victim):
+                break  # a step in flight still writes there; it lands before the next call
+            scheduler.running.pop()
+            scheduler._preempt_request(victim, time.monotonic(), drop_stale_output=True)
+            scheduler.prev_step_scheduled_req_ids.discard(victim.request_id)
+            self.quota.note_preempted(1)
+
+    def _sole(self, request: Any) -> bool:
+        running = self.scheduler.running
+        return not running or (len(running) == 1 and running[0] is request)
+
+    def held(self) -> int:
+        return int(self.total - self._engine_free())
+
+    def _settle(self) -> None:
+        held = self.held()
+        self.quota.observe(held, sole=len(self.scheduler.running) <= 1)
+        if self.host.settles(Seam.BLOCKS):
+            self.host.settle(Seam.BLOCKS, Outcome(seam=Seam.BLOCKS, step=self.step, applied=True, held=held))
+
+    def counts(self) -> Counts:
+        """One reading of the pool in blocks. Cached blocks have content but no holder, so they are evictable.
+
+        Walks the pool (some 5 ms for 100,000 blocks): for status and checks, not for the step path.
+        """
+        free = self._engine_free()
+        cached = sum(1 for block in self.pool.blocks if block.ref_cnt == 0 and block.block_hash is not None)
+        return Counts(total=self.total, held=self.total - free, cached=cached, free=free - cached)
+
+    # ---- BATCHING ----
+
+    def _new_prefills(self) -> list[Any]:
+        """Waiting requests that were never scheduled, when they are to wait one more step; else none."""
+        if not self._arrived or self.host.window == 0.0:
+            return []
+        scheduler, arrived = self.scheduler, self._arrived
+        new = [request for request in scheduler.waiting if request.request_id in arrived]
+        if not new:
+            return []
+        budget = scheduler.max_num_scheduled_tokens
+        step = BatchingStep(
+            index=self.step,
+            new_waiting=len(new),
+            running=len(scheduler.running),
+            slots=scheduler.max_num_running_reqs - len(scheduler.running),
+            waiting_tokens=sum(request.num_prompt_tokens for request in itertools.islice(new, budget)),
+            budget_tokens=budget,
+            oldest_wait=time.monotonic() - min(arrived[request.request_id] for request in new),
+            arrivals_possible=self._arrivals_possible,
+        )
+        return new if self.host.hold(step) else []
+
+    def _forget_gone(self) -> None:
+        """Drop arrival times of requests that were aborted before they were scheduled."""
+        if len(self._arrived) > len(self.scheduler.waiting):
+            known = self.scheduler.requests
+            self._arrived = {key: when for key, when in self._arrived.items() if key in known}

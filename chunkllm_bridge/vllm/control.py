@@ -1,0 +1,122 @@
+"""Control routes on vLLM's own HTTP server, and the way from there to every EngineCore."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+
+from chunkllm_bridge.common import token
+from chunkllm_bridge.common.control import Config, Plugins, Reply, Set, Status, encode, merge
+from chunkllm_bridge.common.errors import IncompatibleError
+from chunkllm_bridge.common.log import get_logger
+from chunkllm_bridge.vllm.metrics import Reporter
+from chunkllm_bridge.vllm.transport import Passport
+
+log = get_logger("vllm.control")
+
+CALL = "chunkllm_control"
+"""The attribute of EngineCore that takes a message and gives a reply; vLLM's utility calls find it by name."""
+
+
+class Line:
+    """The line from an API server to its EngineCores."""
+
+    def __init__(self, engine_client: Any) -> None:
+        self._core = engine_client.engine_core
+
+    async def send(self, message: Mapping[str, Any]) -> Reply:
+        """One message to every EngineCore that this server feeds; their answers as one."""
+        replies = await self._core.call_utility_all_async(CALL, dict(message))
+        return merge([Reply(**reply) for reply in replies])
+
+
+class ControlEndpoint:
+    """vLLM's endpoint plugin. Does nothing where the server was started without the bridge."""
+
+    name = "chunkllm"
+    required_tasks = None
+
+    def __init__(self) -> None:
+        self._line: Line | None = None
+        self._tokens: Sequence[str] = ()
+        self._reporter: Reporter | None = None
+
+    def attach_router(self, app: FastAPI) -> None:
+        async def status(request: Request) -> JSONResponse:
+            return await self._answer(request, encode(Status()))
+
+        async def config(request: Request) -> JSONResponse:
+            return await self._answer(request, encode(Config()))
+
+        async def plugins(request: Request) -> JSONResponse:
+            return await self._answer(request, encode(Plugins()))
+
+        async def change(request: Request) -> JSONResponse:
+            try:
+                body = await request.json()
+                values = body["set"]
+                if not isinstance(values, dict) or not values:
+                    raise TypeError
+            except (ValueError, KeyError, TypeError):
+                return JSONResponse({"error": 'send {"set": {"kv_cache.memory_ratio": 0.1, ...}}'}, 400)
+            return await self._answer(request, encode(Set(values=values)))
+
+        for path, handler, method in (
+            ("status", status, "GET"),
+            ("config", config, "GET"),
+            ("plugins", plugins, "GET"),
+            ("set", change, "POST"),
+        ):
+            app.add_api_route(f"/chunkllm/{path}", handler, methods=[method], include_in_schema=False)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Shake hands with EngineCore, or refuse to serve; publish the token; start reporting."""
+        passport = None if engine_client is None else Passport.in_config(engine_client.vllm_config)
+        if passport is None:
+            return
+        passport.verify("API server")
+        line = Line(engine_client)
+        await shake_hands(line, passport)
+        keys = [key for key in (args.api_key or [os.environ.get("VLLM_API_KEY")]) if key]
+        if keys:
+            self._tokens = keys
+        else:
+            self._tokens = [token.ensure(os.environ)]
+            path = token.write(args.uds or f":{args.port}", self._tokens[0])
+            log.info("control.open", token_file=str(path))
+        self._line = line
+        self._reporter = Reporter(engine_client, line, passport.spec)
+        self._reporter.start(asyncio.get_running_loop())
+
+    async def _answer(self, request: Request, message: Mapping[str, Any]) -> JSONResponse:
+        if self._line is None:
+            return JSONResponse({"error": "the bridge is off: start the server with --plugin chunkllm"}, 503)
+        if not token.admits(request.headers.get("authorization"), self._tokens):
+            return JSONResponse({"error": "control needs the server's token: Authorization: Bearer ..."}, 401)
+        reply = await self._line.send(message)
+        body = {**reply.data, "error": reply.error} if reply.error else reply.data
+        return JSONResponse(body, reply.status)
+
+
+async def shake_hands(line: Line, passport: Passport) -> None:
+    """Every EngineCore and worker must have attached the same bridge. Raises `IncompatibleError`."""
+    try:
+        reply = await line.send(encode(Status()))
+    except Exception as error:  # an EngineCore without the bridge has no such call; vLLM wraps what it raises
+        raise IncompatibleError("the bridge in the EngineCore process", [f"it does not answer: {error}"]) from error
+    check_handshake(reply.data, passport)
+
+
+def check_handshake(status: Mapping[str, Any], passport: Passport) -> None:
+    reasons = [
+        f"{place['role']} of rank {place['rank']} has fingerprint {place['fingerprint']}, not {passport.fingerprint}"
+        for place in [*status.get("workers", []), {**status, "role": "EngineCore", "rank": 0}]
+        if place.get("fingerprint") != passport.fingerprint
+    ]
+    if reasons:
+        raise IncompatibleError("the bridge", reasons)

@@ -1,0 +1,79 @@
+"""vLLM's offline class with the bridge attached, and control from Python."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm import LLM as VllmLLM
+
+from chunkllm_bridge.common.control import Command, Config, Plugins, Reply, Set, Status, encode
+from chunkllm_bridge.common.errors import ControlError, IncompatibleError
+from chunkllm_bridge.vllm import launch
+from chunkllm_bridge.vllm.control import CALL, check_handshake
+from chunkllm_bridge.vllm.transport import KEY, Passport
+
+
+class LLM(VllmLLM):
+    """`vllm.LLM` that takes the launch flags as arguments: `LLM(model, plugin="chunkllm", plugin_config="spec.toml")`.
+
+    Raises `ConfigError` or `IncompatibleError` before the model is loaded. `llm.chunkllm` controls the running engine.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        plugin: str | None = None,
+        plugin_config: str | Path | None = None,
+        plugin_set: Sequence[str] | Mapping[str, Any] = (),
+        **kwargs: Any,
+    ) -> None:
+        if plugin is None:
+            if plugin_config is not None or plugin_set:
+                raise IncompatibleError("the plugin spec", ["plugin_config and plugin_set need plugin='chunkllm'"])
+            super().__init__(*args, **kwargs)
+            return
+        if plugin != launch.NAME:
+            raise IncompatibleError("the plugin spec", [f"plugin={plugin!r}: the bridge is called {launch.NAME!r}"])
+        allowed = os.environ.get("VLLM_PLUGINS")
+        if allowed is not None and launch.NAME not in allowed.split(","):
+            reason = f"VLLM_PLUGINS={allowed} does not name {launch.NAME}, so vLLM would not load it; add it there"
+            raise IncompatibleError("the bridge", [reason])
+        sets = list(launch.wish_sets(plugin_set)) if isinstance(plugin_set, Mapping) else list(plugin_set)
+        passport = launch.resolve(None if plugin_config is None else Path(plugin_config), sets)
+        launch.register()
+        others = kwargs.pop("additional_config", None) or {}
+        super().__init__(*args, additional_config={**others, KEY: passport.to_wire()}, **kwargs)
+        self.chunkllm = Control(self.llm_engine.engine_core)
+        check_handshake(self.chunkllm.status(), Passport.from_wire(passport.to_wire()))
+
+
+class Control:
+    """Commands to an offline engine. Each raises `ControlError` with the engine's reason where it is refused."""
+
+    def __init__(self, engine_core: Any) -> None:
+        self._core = engine_core
+
+    def status(self) -> dict[str, Any]:
+        return self._send(Status())
+
+    def config(self) -> dict[str, Any]:
+        return self._send(Config())
+
+    def plugins(self) -> dict[str, Any]:
+        return self._send(Plugins())
+
+    def set(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Change parameters on all ranks before the next step, e.g. `set({"kv_cache.memory_ratio": 0.1})`."""
+        return self._send(Set(values=dict(values)))
+
+    def _send(self, command: Command) -> dict[str, Any]:
+        message = encode(command)
+        inner = getattr(self._core, "engine_core", None)  # VLLM_ENABLE_V1_MULTIPROCESSING=0: the engine is right here
+        answer = getattr(inner, CALL)(message) if inner is not None else self._core.call_utility(CALL, message)
+        reply = Reply(**answer)
+        if reply.error:
+            raise ControlError(reply.error, reply.status)
+        return reply.data

