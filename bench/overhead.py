@@ -33,9 +33,9 @@ OUT = Path(__file__).parent / "out"
 POOL_BYTES = 2**30  # what ENGINES gives a stock server on a CPU
 WANTED = 0.01  # half the width of the interval of a median
 LEAST_PAIRS = 8
+WAKE_TOKENS = 8
 ARGS = {
-    "vllm": ["--dtype", "bfloat16", "--max-model-len", "1024", "--max-num-seqs", "8", "--enforce-eager"]
-    + ["--served-model-name", "model", "--disable-uvicorn-access-log"],
+    "vllm": "--dtype bfloat16 --max-model-len 1024 --max-num-seqs 8 --enforce-eager --disable-uvicorn-access-log",
 }
 DISTRIBUTIONS = {"vllm": ("vllm", "torch", "transformers", "chunkllm-bridge")}
 PROMPTS = (
@@ -81,8 +81,10 @@ async def _stream(client: httpx.AsyncClient, prompt: str, tokens: int) -> int:
 
 
 def pair(stock: Server, bridge: Server, streams: int, tokens: int, *, stock_first: bool) -> Pair:
+    """One run on each. The server that has been idle is woken by a short run first: its memory has gone cold."""
     rates = {}
     for server in (stock, bridge) if stock_first else (bridge, stock):
+        asyncio.run(rate(server, streams, WAKE_TOKENS))
         rates[server.url] = asyncio.run(rate(server, streams, tokens))
     return Pair(baseline=rates[stock.url], candidate=rates[bridge.url], baseline_first=stock_first)
 
@@ -117,7 +119,7 @@ def check_attached(bridge: Server) -> None:
 
 
 def report(pairs: Mapping[int, list[Pair]], summaries: Mapping[int, Summary], title: str) -> Table:
-    table = Table("streams", "pairs", "stock tok/s", "bridge tok/s", "ratio", "quartiles", "95 % interval", title=title)
+    table = Table("streams", "pairs", "stock", "bridge", "ratio", "quartiles", "95 % interval", title=title)
     for streams, summary in summaries.items():
         table.add_row(
             str(streams),
@@ -125,8 +127,8 @@ def report(pairs: Mapping[int, list[Pair]], summaries: Mapping[int, Summary], ti
             f"{statistics.median(p.baseline for p in pairs[streams]):.2f}",
             f"{statistics.median(p.candidate for p in pairs[streams]):.2f}",
             f"{summary.median:.4f}",
-            f"{summary.lower_quartile:.4f} .. {summary.upper_quartile:.4f}",
-            f"{summary.low:.4f} .. {summary.high:.4f}",
+            f"{summary.lower_quartile:.3f} - {summary.upper_quartile:.3f}",
+            f"{summary.low:.4f} - {summary.high:.4f}",
         )
     return table
 
@@ -151,7 +153,7 @@ def result(
 
 
 def compare(options: argparse.Namespace, console: Console) -> None:
-    model, args = build(), ARGS[options.engine]
+    model, args = build(), ["--served-model-name", "model", *ARGS[options.engine].split()]
     extra = [] if options.control else bridge_args()
     stock = Server(model, args, engine=options.engine)
     bridge = Server(model, [*args, *extra], engine=options.engine)
@@ -164,7 +166,7 @@ def compare(options: argparse.Namespace, console: Console) -> None:
             check_attached(bridge)
     summaries = {streams: summarize([p.ratio for p in taken]) for streams, taken in pairs.items()}
     kind = "control" if options.control else "overhead"
-    console.print(report(pairs, summaries, f"{options.engine}: {'stock against stock' if options.control else kind}"))
+    console.print(report(pairs, summaries, f"{options.engine}, {kind}: output tokens per second"))
     path = OUT / f"{kind}-{options.engine}.json"
     path.write_text(json.dumps(result(pairs, summaries, options), indent=2) + "\n")
     console.print(f"wrote bench/out/{path.name}")

@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -25,14 +27,16 @@ from rich.text import Text
 from scripts.serve import MODEL, bridged, run, wait_ready
 from tests.support.server import ENGINES, Server, ServerError
 
+COMMAND = str(Path(sys.prefix) / "bin" / "chunkllm")
 PROMPTS = (
     "Explain in a few sentences why the sky is blue.",
     "Write a short story about a robot who learns to paint.",
     "Give me five tips for learning a new language.",
     "Describe how bread is made, step by step.",
 )
-MAX_TOKENS = 192
-CUT_AT = 40  # tokens that each stream has when the quota is cut
+MAX_TOKENS = 160
+LONGEST = 64 + MAX_TOKENS  # tokens of a prompt and its answer, at most
+CUT_AT = 72  # tokens that each stream has when the quota is cut
 
 
 @attrs.define
@@ -76,7 +80,7 @@ class Stream:
 async def chunkllm(*words: str) -> str:
     """Run the `chunkllm` command of this environment. Raises `ServerError` with what it said if it fails."""
     process = await asyncio.create_subprocess_exec(
-        str(Path(sys.prefix) / "bin" / "chunkllm"),
+        COMMAND,
         *words,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -105,7 +109,7 @@ class Screen:
         self._printed = [0] * len(streams)
 
     def event(self, text: str) -> None:
-        self.console.print(f"[bold cyan]>[/bold cyan] {text}", highlight=False)
+        self.console.print(f"[bold cyan]>[/bold cyan] {text}", soft_wrap=not self.console.is_terminal)
 
     def __rich__(self) -> Group:
         panels = []
@@ -148,10 +152,13 @@ class Screen:
 
 
 async def squeeze(server: Server, streams: list[Stream], screen: Screen) -> dict[str, int]:
-    """Once all streams are under way, halve what they hold; then watch until all have ended. Returns what was seen."""
+    """Once all streams are under way, halve what they hold; then watch until all have ended. Returns what was seen.
+
+    One request still fits: a smaller quota would be overdrawn by the last one standing, by design.
+    """
     await asyncio.gather(*(stream.far_enough.wait() for stream in streams))
     before = await kv_status(server)
-    blocks = max(2, before["held"] // 2)
+    blocks = max(math.ceil(LONGEST / before["block_size"]), before["held"] // 2)
     # A share of the device's memory; half a block more, so that rounding does not take one away.
     ratio = before["memory_ratio_max"] * (blocks + 0.5) / before["total"]
     screen.event(f"{before['held']} of {before['total']} KV blocks are held by {before['running']} requests")
@@ -161,15 +168,17 @@ async def squeeze(server: Server, streams: list[Stream], screen: Screen) -> dict
     highest, told = 0, False
     while True:
         kv = await kv_status(server)
-        highest = max(highest, kv["held"])
         screen.quota = (
             f"KV blocks: {kv['held']} held of {kv['limit']} allowed ({kv['total']} in the pool)   requests: "
             f"{kv['running']} running, {kv['waiting']} waiting   preempted so far: {kv['preempted']}"
         )
         if not told and kv["limit"] < before["limit"] and kv["held"] <= kv["limit"]:
             told = True
-            screen.event(f"in effect: limit {before['limit']} -> {kv['limit']} blocks, held {before['held']} -> ")
-            screen.event(f"{kv['preempted'] - before['preempted']} requests preempted; they go on when there is room")
+            screen.event(
+                f"in effect: limit {before['limit']} -> {kv['limit']} blocks, held {before['held']} -> {kv['held']}; "
+                f"{kv['preempted'] - before['preempted']} preempted, to go on when there is room"
+            )
+        highest = max(highest, kv["held"] if told else 0)
         if all(stream.ended for stream in streams):
             break
         await asyncio.sleep(0.3)
@@ -185,14 +194,12 @@ async def show(server: Server, console: Console) -> None:
         for stream in streams:
             group.create_task(stream.run(client))
     seen = watcher.result()
-    if not seen["told"]:
-        raise ServerError(f"the smaller quota was not seen to take effect: {seen}\n{server.tail()}")
+    if not seen["told"] or seen["highest"] > seen["limit"]:
+        raise ServerError(f"the smaller quota did not hold: {seen}\n{server.tail()}")
     screen.event(
-        f"all {len(streams)} ended well; under the quota of {seen['limit']} blocks at most {seen['highest']} were held, "
-        f"{seen['preempted']} preemptions, nothing lost"
+        f"all {len(streams)} ended well; under the quota of {seen['limit']} blocks at most {seen['highest']} were "
+        f"held, {seen['preempted']} preemptions, nothing lost"
     )
-    console.print()
-    console.out((await chunkllm("status", "--url", server.url)).rstrip(), highlight=False)
 
 
 def demo(engine: str, console: Console) -> None:
@@ -202,7 +209,8 @@ def demo(engine: str, console: Console) -> None:
     try:
         wait_ready(server, console)
         asyncio.run(show(server, console))
-    except (ExceptionGroup, openai.OpenAIError) as error:
+        subprocess.run([COMMAND, "status", "--url", server.url], check=True)  # straight to the terminal, as typed
+    except (ExceptionGroup, subprocess.CalledProcessError) as error:
         raise ServerError(f"{error!r}\n{server.tail()}") from error
     finally:
         server.stop()

@@ -1,8 +1,8 @@
-"""Make an engine's lock file again: `python scripts/lock.py vllm` (or `make lock ENGINE=vllm`).
+"""Make an engine's lock file again: `make lock ENGINE=vllm`, or from the checkout `python -m scripts.lock vllm`.
 
 pip resolves the roots without installing anything; what a machine without a GPU never imports is taken out; versions
-lose their local suffix (`2.13.0+cpu`), which the place they come from may spell otherwise. The comment at the top of the
-lock file is kept. Read the diff, then `make clean-envs test`.
+lose their local suffix (`2.13.0+cpu`), which the place they come from may spell otherwise. The comment at the top of
+the lock file is kept. Read the diff, then `make clean-envs test`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from envs import lock_file, say
+from scripts.envs import lock_file, say
 
 BRIDGE = ["attrs", "cattrs", "structlog", "click", "rich", "httpx", "prometheus_client", "safetensors", "watchfiles"]
 TOOLS = ["pytest", "hypothesis", "pytest-benchmark", "pytest-timeout", "ruff", "mypy", "hatchling", "editables", "gguf"]

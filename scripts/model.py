@@ -61,7 +61,7 @@ def source() -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """De-quantise with transformers. (Its `from_pretrained(gguf_file=...)` for models would need accelerate as well.)"""
+    """De-quantise with transformers. (Its own `from_pretrained(gguf_file=...)` would want accelerate for a model.)"""
     os.environ["HF_HUB_OFFLINE"] = "1"
     if not sys.stderr.isatty():
         os.environ["TQDM_DISABLE"] = "1"

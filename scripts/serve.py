@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FrameType
 
 from rich.console import Console
@@ -20,26 +20,27 @@ SPEC = ROOT / "examples" / "chunkllm.toml"
 # Small enough for a laptop: 4 % of its memory for the KV cache. The launch line beats the file, which says more.
 SETS = ("kv_cache.memory_ratio=0.04",)
 SIZES = {
-    "vllm": ["--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "8", "--block-size", "32"]
-    + ["--enforce-eager", "--served-model-name", "smollm2"],
+    "vllm": "--dtype bfloat16 --max-model-len 2048 --max-num-seqs 8 --block-size 32 --enforce-eager",
 }
 MODEL = "smollm2"
+# An INFO line of the engine or a bar of a loader, without the process, time and place it starts with.
+TELLING = re.compile(r"(\(.*?pid=\d+\) )?(INFO \S+ \S+ \[\S+\] |(?=Loading .*%))\s*(?P<text>\S.*)")
 
 
 def bridged(engine: str, *extra: str) -> Server:
     """A server of the embedded model with the bridge attached, not started yet."""
     plugin = ["--plugin", "chunkllm", "--plugin-config", str(SPEC)]
-    sets = [word for value in SETS for word in ("--plugin-set", value)]
-    return Server(build(), [*plugin, *sets, *SIZES[engine], *extra], engine=engine)
+    plugin += [word for value in SETS for word in ("--plugin-set", value)]
+    sizes = ["--served-model-name", MODEL, *SIZES[engine].split()]
+    return Server(build(), [*plugin, *sizes, *extra], engine=engine)
 
 
 def shown(line: str) -> str | None:
     """What of a log line tells a person how far the load is; None if nothing does."""
-    text = re.sub(r"^(\([^)]*pid=\d+\)\s*)?", "", line.strip())
-    found = re.match(r"INFO [\d-]+ [\d:]+ \[[^\]]+\] (?P<text>.+)", text) or re.match(r"(?P<text>Loading \S.*%.*)", text)
-    if found is None or found["text"].lstrip().startswith(("Route:", "Available routes")):
+    found = TELLING.match(line.strip())
+    if found is None or found["text"].startswith(("Route:", "Available routes")):
         return None
-    return found["text"].strip()
+    return found["text"]
 
 
 def wait_ready(server: Server, console: Console) -> None:
@@ -56,7 +57,7 @@ def wait_ready(server: Server, console: Console) -> None:
         text = text if len(text) <= 90 else text[:89] + "…"
         spinner.update(f"[bold]starting the server[/bold] {seconds:3.0f} s  [dim]{text}[/dim]")
         if not console.is_terminal and text != said and seconds - last_print > 4:
-            console.print(f"  {seconds:3.0f} s  {text}", markup=False)
+            console.print(f"  {seconds:3.0f} s  {text}", markup=False, soft_wrap=True)
             last_print, said = seconds, text
 
     with console.status("[bold]starting the server[/bold]") as spinner:
@@ -96,8 +97,8 @@ Ctrl-C stops it.""",
         raise ServerError(f"the server ended by itself with exit code {code}\n{server.tail()}")
 
 
-def run(job: Callable[[Console], None], argv: Sequence[str] = ()) -> int:
-    """Do the job; a failure is told and gives exit code 1. SIGTERM ends it as Ctrl-C does, so no server is left behind."""
+def run(job: Callable[[Console], None]) -> int:
+    """Do the job; a failure is told and gives exit code 1. SIGTERM ends it as Ctrl-C does: no server is left behind."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import attrs
@@ -32,8 +32,12 @@ class Seam(enum.Enum):
     BATCHING = "batching"  # once per scheduler step: hold new prefills or not
 
 
-def _seams(values: Sequence[Seam | str]) -> frozenset[Seam]:
+def _seams(values: Iterable[Seam | str]) -> frozenset[Seam]:
     return frozenset(Seam(value) for value in values)
+
+
+def _names(values: Iterable[str]) -> frozenset[str]:
+    return frozenset(values)
 
 
 def _abi(value: Sequence[int]) -> tuple[int, int]:
@@ -53,8 +57,8 @@ class PluginSpec:
     version: str
     abi: tuple[int, int] = attrs.field(converter=_abi)
     seams: frozenset[Seam] = attrs.field(converter=_seams)
-    requires: frozenset[str] = attrs.field(default=frozenset(), converter=frozenset)
-    optional: frozenset[str] = attrs.field(default=frozenset(), converter=frozenset)
+    requires: frozenset[str] = attrs.field(default=frozenset(), converter=_names)
+    optional: frozenset[str] = attrs.field(default=frozenset(), converter=_names)
     memory_bytes: int = 0  # device memory it will lease at least; 0 = none
     needs_accelerator: bool = False
     exclusive: bool = False  # wants its seams for itself: a second plugin there is refused
@@ -92,7 +96,7 @@ class EngineInfo:
     engine: str  # "vllm", "sglang", "fake"
     version: str
     role: str  # "core" (scheduler process) or "worker"
-    capabilities: frozenset[str] = attrs.field(converter=frozenset)  # "kv.quota", "batch.window", "attn.switch", ...
+    capabilities: frozenset[str] = attrs.field(converter=_names)  # "kv.quota", "batch.window", "attn.switch", ...
     model: str = ""
     layers: int = 0
     heads: int = 0
@@ -189,9 +193,7 @@ class BlocksPlan:
 class BatchingPlan:
     """Hold new prefills until the oldest of them has waited so long (seconds). Decodes are never held."""
 
-    hold_until: float = attrs.field(
-        validator=[attrs.validators.instance_of((int, float)), attrs.validators.ge(0), attrs.validators.lt(60)]
-    )
+    hold_until: float = attrs.field(converter=float, validator=[attrs.validators.ge(0), attrs.validators.lt(60)])
 
 
 @attrs.frozen(kw_only=True)

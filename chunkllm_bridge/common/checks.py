@@ -123,8 +123,10 @@ def _unknown(given: Given, catalogue: Catalogue) -> Problem | None:
         return _problem(whole, f"unknown plugin ({_known(names)})", f"plugins.{found}" if found else None)
     if parameter_of(keys):
         return None
-    meant = next((dotted(("plugins", *keys[at:])) for at, name in enumerate(keys[:2]) if name in names), None)
-    return _problem(whole, "unknown key", meant or close_key(given.key, [*PARAMETERS, HOT_RELOAD]))
+    tables = dict.fromkeys(key.rpartition(".")[0] for key in PARAMETERS if "." in key)
+    known = tables if isinstance(given.value, Mapping) else [*PARAMETERS, HOT_RELOAD]
+    meant = next((dotted(("plugins", *keys[at:])) for at, name in enumerate(keys[:-1][:2]) if name in names), None)
+    return _problem(whole, "unknown key", meant or close_key(given.key, known))
 
 
 def _known(names: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ between two steps; nothing here waits for a step.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -69,6 +70,16 @@ def merge(replies: Sequence[Reply]) -> Reply:
     return Reply(data={**replies[0].data, "engines": [reply.data for reply in replies]})
 
 
+def _flag(value: object, _: type) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError("must be true or false")
+    return value
+
+
+_STRICT = cattrs.Converter(forbid_extra_keys=True)
+_STRICT.register_structure_hook(bool, _flag)  # bool("no") is True
+
+
 def encode(command: Command) -> dict[str, Any]:
     name = next(name for name, kind in COMMANDS.items() if type(command) is kind)
     return {"command": name, **attrs.asdict(command)}
@@ -76,12 +87,14 @@ def encode(command: Command) -> dict[str, Any]:
 
 def decode(message: Mapping[str, Any]) -> Command:
     """The command in a message. Raises `ControlError` for anything that is not exactly one."""
+    if not isinstance(message, Mapping):
+        raise ControlError(f"a command is an object, not {type(message).__name__}")
     body = dict(message)
     kind = COMMANDS.get(name := str(body.pop("command", "")))
     if kind is None:
         raise ControlError(f"unknown command {name!r} (known: {', '.join(COMMANDS)})", 404)
     try:
-        return cattrs.Converter(forbid_extra_keys=True).structure(body, kind)
+        return _STRICT.structure(body, kind)
     except Exception as error:  # cattrs raises a group of several kinds; all of them mean a malformed message
         raise ControlError(f"malformed {name} command: {'; '.join(cattrs.transform_error(error))}") from None
 
@@ -102,6 +115,9 @@ class RankDesk:
             return {"ok": True, **self._do(verb, wire)}
         except BridgeError as error:
             return {"ok": False, "error": str(error), "rank": self.host.info.rank}
+        except Exception as error:  # a bug of ours must not end the worker; the core desk tells who asked
+            log.exception("control.failed", verb=verb)
+            return {"ok": False, "error": f"{type(error).__name__}: {error}", "rank": self.host.info.rank}
 
     def _do(self, verb: str, wire: Mapping[str, Any] | None) -> dict[str, Any]:
         if verb == "report":
@@ -203,11 +219,13 @@ class CoreDesk:
         self.ports.check(spec)
         changed = changes(before, spec)
         pending = self.host.prepare(spec)
-        replies = self.ports.ranks("prepare", spec.to_wire())
-        if refusals := [f"rank {reply.get('rank')}: {reply.get('error')}" for reply in replies if not reply["ok"]]:
-            self.ports.ranks("abandon")
-            self.host.abandon(pending)
-            raise ControlError("\n".join(["refused, nothing changed:", *refusals]), 409)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.host.abandon, pending)
+            undo.callback(self.ports.ranks, "abandon")
+            replies = self.ports.ranks("prepare", spec.to_wire())
+            if refusals := [f"rank {reply.get('rank')}: {reply.get('error')}" for reply in replies if not reply["ok"]]:
+                raise ControlError("\n".join(["refused, nothing changed:", *refusals]), 409)
+            undo.pop_all()
         self.ports.ranks("commit")
         self.host.commit(pending)
         self.ports.committed()

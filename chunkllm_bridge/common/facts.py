@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import Any
 
 from chunkllm_bridge.common.abi import PluginSpec, Seam
 from chunkllm_bridge.common.errors import IncompatibleError
@@ -64,11 +65,12 @@ def _spec_in(name: str, module: str, node: ast.ClassDef) -> PluginSpec:
 
 
 def _evaluate(name: str, module: str, call: ast.Call) -> PluginSpec:
-    reasons, values = [], {}
+    reasons: list[str] = []
+    values: dict[str, Any] = {}
     for keyword in call.keywords:
         try:
             values[str(keyword.arg)] = _literal(keyword.value)
-        except ValueError:
+        except (ValueError, TypeError):  # TypeError: a dict or set of what cannot be hashed
             where = f"{module}:{keyword.value.lineno}"
             text = ast.unparse(keyword.value)
             reasons.append(f"{where}: {keyword.arg}={text} is not a literal, so it cannot be read without running it")

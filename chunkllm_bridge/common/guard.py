@@ -22,6 +22,11 @@ MIN_CALLS = 20
 T = TypeVar("T")
 
 
+def ends_process(error: BaseException) -> bool:
+    """Ctrl-C, or the bare SystemExit with which an engine's signal handler shuts its process down: not the plugin's."""
+    return isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code is None)
+
+
 @attrs.define(kw_only=True)
 class Limits:
     """How long plugin code may take on the step path (seconds), and how often it may fail."""
@@ -65,8 +70,13 @@ class Guard:
         self._clock = clock
         self._on_trip = on_trip
 
-    def plan(self, verb: str, method: Callable[[Any], Plan | None], step: object, kind: type[Plan]) -> Plan | None:
-        """Ask for a plan on the step path. None where the plugin has none, fails, is late, or answers nonsense."""
+    def plan(
+        self, verb: str, method: Callable[[Any], Plan | None], step: object, kind: type[Plan | None]
+    ) -> Plan | None:
+        """Ask for a plan on the step path. None where the plugin has none, fails, is late, or answers nonsense.
+
+        `settle` is called so too, with the kind `NoneType`.
+        """
         if self.tripped:
             return None
         tally = self.tally
@@ -74,9 +84,9 @@ class Guard:
         started = self._clock()
         try:
             answer = method(step)
-        except (Exception, SystemExit) as error:  # a plugin may raise anything; a request must not pay for it
-            if isinstance(error, SystemExit) and error.code is None:
-                raise  # an engine's signal handler shuts its process down so
+        except BaseException as error:  # a plugin may raise anything; a request must not pay for it
+            if ends_process(error):
+                raise
             tally.seconds += self._clock() - started
             self.fail("exception", f"{verb}: {type(error).__name__}: {error}", error)
             return None
@@ -92,13 +102,13 @@ class Guard:
         return answer
 
     def call(self, verb: str, action: Callable[[], T], default: T) -> tuple[T, BaseException | None]:
-        """Run anything else of a plugin (settle, check, prepare, close), at whatever length. Returns (answer, error)."""
+        """Run anything else of a plugin (check, prepare, close), at whatever length. Returns (answer, error)."""
         self.tally.calls[verb] += 1
         started = self._clock()
         try:
             return action(), None
-        except (Exception, SystemExit) as error:  # as above
-            if isinstance(error, SystemExit) and error.code is None:
+        except BaseException as error:  # as above
+            if ends_process(error):
                 raise
             self.fail("exception", f"{verb}: {type(error).__name__}: {error}", error)
             return default, error

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import attrs
@@ -109,11 +109,12 @@ def disabled(spec: Spec, registry: Registry, info: EngineInfo) -> dict[str, str]
     for name in wanted(spec):
         if off == "everything":
             reasons[name] = "plugin.disable = everything"
-        elif off == "all" and info.device == "cpu" and registry.facts(name).needs_accelerator:
-            reasons[name] = "plugin.disable = all: it needs an accelerator and there is none"
-        elif off == "all" and info.device != "cpu" and registry.facts(name).needs_accelerator:
-            reasons[name] = "plugin.disable = all"
-        elif off not in ("all", "everything") and name in off:
+        elif off == "all":
+            with contextlib.suppress(BridgeError):  # what cannot be read is not off: `check` refuses it, with the reason
+                if registry.facts(name).needs_accelerator:
+                    none = ": it needs an accelerator and there is none" if info.device == "cpu" else ""
+                    reasons[name] = f"plugin.disable = all{none}"
+        elif name in off:
             reasons[name] = "plugin.disable names it"
     return reasons
 
@@ -126,10 +127,7 @@ def check(spec: Spec, registry: Registry, info: EngineInfo) -> list[str]:
     """Every reason why these plugins cannot run on this engine together. No effects, no plugin code runs."""
     reasons: list[str] = []
     seats: dict[Seam, list[PluginSpec]] = {}
-    try:
-        off = disabled(spec, registry, info)
-    except BridgeError as error:
-        return [str(error)]
+    off = disabled(spec, registry, info)
     for name in wanted(spec):
         if name in off:
             continue
@@ -161,24 +159,28 @@ def check(spec: Spec, registry: Registry, info: EngineInfo) -> list[str]:
 def fingerprint(spec: Spec, registry: Registry) -> str:
     """What every process of one engine must agree on: bridge, ABI, plugins with their versions, config."""
     parts = [__version__, str(abi.ABI), abi.SURFACE, spec.config_hash()]
-    parts += [f"{name} {registry.facts(name).version} {registry.source(name)}" for name in wanted(spec)]
+    parts += [f"{name} {registry.version(name)} {registry.source(name)}" for name in wanted(spec)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
 
 def config_for(spec: Spec, registry: Registry, name: str) -> object:
     """A plugin's typed config: its own keys, and the parameters that its fields are bound to.
 
-    A field is bound with `attrs.field(metadata={"parameter": "kv_cache.memory_ratio"})`; an own key beats it.
+    A field is bound with `attrs.field(metadata={"parameter": "kv_cache.memory_ratio"})`; an own key beats it. Raises
+    `IncompatibleError` where the Config, which is the author's code, refuses.
     """
     cls = registry.config_class(name)
     own = spec.plugin_config(name)
     bound = {}
     for field in attrs.fields(cls):
         parameter = field.metadata.get("parameter")
-        if parameter is not None and field.name not in own:
+        if parameter is not None and (field.alias or field.name) not in own:
             group, _, key = parameter.partition(".")
-            bound[field.name] = spec.for_plugin(name, key) if group == "plugin" else spec[parameter]
-    return attrs.evolve(build(cls, own), **bound)
+            bound[field.alias or field.name] = spec.for_plugin(name, key) if group == "plugin" else spec[parameter]
+    try:
+        return build(cls, {**own, **bound})
+    except Exception as error:
+        raise IncompatibleError(name, [f"its Config refuses {own | bound}: {error}"]) from error
 
 
 class Host:
@@ -207,31 +209,48 @@ class Host:
         self._seated: dict[str, Generation] = {}
         names = [n for n in wanted(spec) if n not in self.off and registry.facts(n).seams & seams]
         names.sort(key=lambda name: -spec.for_plugin(name, "priority"))  # under a short quota the low ones go without
-        with contextlib.ExitStack() as undo:
-            for name in names:
-                self._seated[name] = generation = self._build(spec, name, self.generation)
-                undo.callback(generation.close)
-            undo.pop_all()
+        self._seated.update(self._build(spec, names, self.generation))
         self._order()
         for name, reason in self.off.items():
             log.info("plugin.disabled", plugin=name, reason=reason)
 
     # ---- generations ----
 
-    def _build(self, spec: Spec, name: str, number: int, before: Generation | None = None) -> Generation:
-        """Load, check and prepare one generation. Raises `IncompatibleError`; what it took is given back."""
+    def _build(
+        self, spec: Spec, names: Sequence[str], number: int, before: Mapping[str, Generation] | None = None
+    ) -> dict[str, Generation]:
+        """Load and check all of them, then prepare one after the other. Raises `IncompatibleError` with every reason
+        that the checks give; what was taken is given back."""
+        fresh: dict[str, Generation] = {}
+        reasons: list[str] = []
+        with contextlib.ExitStack() as undo:
+            for name in names:
+                try:
+                    fresh[name] = self._load(spec, name, number)
+                    undo.callback(fresh[name].close)
+                    self._check(fresh[name])
+                except IncompatibleError as error:
+                    reasons += [f"{name}: {reason}" for reason in error.reasons]
+            if reasons:
+                raise IncompatibleError("the plugin spec", reasons)
+            for name, generation in fresh.items():
+                self._prepare(spec, generation, (before or {}).get(name))
+            undo.pop_all()
+        return fresh
+
+    def _load(self, spec: Spec, name: str, number: int) -> Generation:
         cls, facts = self.registry.load(name), self.registry.facts(name)
         config = config_for(spec, self.registry, name)
         guard = Guard(
             name,
             attrs.evolve(self.limits, error_rate=spec.for_plugin(name, "error_rate")),
             clock=self._clock,
-            on_trip=lambda reason: self._limits.pop(name, None) and None,
+            on_trip=lambda reason: self._forget_limit(name),
         )
         plugin, error = guard.call("init", lambda: cls(config), None)
         if plugin is None:
             raise IncompatibleError(name, [f"its constructor raised {type(error).__name__}: {error}"]) from error
-        generation = Generation(
+        return Generation(
             number=number,
             facts=facts,
             plugin=plugin,
@@ -240,41 +259,42 @@ class Host:
             priority=spec.for_plugin(name, "priority"),
             verbs={seam: getattr(plugin, VERBS[seam]) for seam in facts.seams & self._here},
         )
-        with contextlib.ExitStack() as undo:
-            undo.callback(generation.close)
-            reasons, error = guard.call("check", lambda: list(plugin.check(self.info)), [])
-            if reasons or error is not None:
-                raise IncompatibleError(name, reasons or [f"its check raised {type(error).__name__}: {error}"])
-            share = spec.for_plugin(name, "memory_ratio")
-            self.memory.set_limit(None if share is None else int(share * self.info.device_memory), owner=name)
 
-            def lease_memory(nbytes: int) -> abi.Memory | None:
-                lease = self.memory.lease(name, nbytes)
-                if lease is not None:
-                    generation.leases.append(lease)
-                return lease
+    def _check(self, generation: Generation) -> None:
+        plugin, guard = generation.plugin, generation.guard
+        none: list[str] = []
+        reasons, error = guard.call("check", lambda: [str(reason) for reason in plugin.check(self.info)], none)
+        if error is not None:
+            raise IncompatibleError(generation.name, [f"its check raised {type(error).__name__}: {error}"]) from error
+        if reasons:
+            raise IncompatibleError(generation.name, reasons)
 
-            preparation = Preparation(info=self.info, generation=number, lease_memory=lease_memory)
-            _, error = guard.call("prepare", lambda: plugin.prepare(preparation), None)
-            if error is None and before is not None:
-                state, error = guard.call("snapshot", before.plugin.snapshot, {})
-                if error is None:
-                    _, error = guard.call("migrate", lambda: plugin.migrate(state), None)
-            if error is not None:
-                raise IncompatibleError(name, [f"preparing it raised {type(error).__name__}: {error}"]) from error
-            undo.pop_all()
-        return generation
+    def _prepare(self, spec: Spec, generation: Generation, before: Generation | None) -> None:
+        name, plugin, guard = generation.name, generation.plugin, generation.guard
+        share = spec.for_plugin(name, "memory_ratio")
+        self.memory.set_limit(None if share is None else int(share * self.info.device_memory), owner=name)
+
+        def lease_memory(nbytes: int) -> abi.Memory | None:
+            lease = None if generation.closed else self.memory.lease(name, nbytes)
+            if lease is not None:
+                generation.leases.append(lease)
+            return lease
+
+        preparation = Preparation(info=self.info, generation=generation.number, lease_memory=lease_memory)
+        _, error = guard.call("prepare", lambda: plugin.prepare(preparation), None)
+        if error is None and before is not None:
+            nothing: Mapping[str, Any] = {}
+            state, error = guard.call("snapshot", before.plugin.snapshot, nothing)
+            if error is None:
+                _, error = guard.call("migrate", lambda: plugin.migrate(state), None)
+        if error is not None:
+            raise IncompatibleError(name, [f"preparing it raised {type(error).__name__}: {error}"]) from error
 
     def prepare(self, spec: Spec) -> Pending:
         """Build what a changed spec asks for, beside what is seated. Heavy work; the seats do not change."""
-        fresh: dict[str, Generation] = {}
-        with contextlib.ExitStack() as undo:
-            for name, seated in self._seated.items():
-                if config_for(spec, self.registry, name) != seated.config:
-                    fresh[name] = self._build(spec, name, self.generation + 1, before=seated)
-                    undo.callback(fresh[name].close)
-            undo.pop_all()
-        return Pending(spec=spec, fresh=fresh)
+        configs = {name: config_for(spec, self.registry, name) for name in self._seated}
+        changed = [name for name, seated in self._seated.items() if configs[name] != seated.config]
+        return Pending(spec=spec, fresh=self._build(spec, changed, self.generation + 1, before=self._seated))
 
     def commit(self, pending: Pending) -> None:
         """Swap at a step boundary: pointers only. The generations that leave are closed."""
@@ -326,8 +346,11 @@ class Host:
             if isinstance(plan, BlocksPlan):
                 self._limits[generation.name] = plan.limit
             elif not failed:
-                self._limits.pop(generation.name, None)
+                self._forget_limit(generation.name)
         return min(self._limits.values(), default=None)
+
+    def _forget_limit(self, name: str) -> None:
+        self._limits.pop(name, None)
 
     @property
     def window(self) -> float:
@@ -347,6 +370,10 @@ class Host:
             self.settle(Seam.BATCHING, outcome)
         return held
 
+    def seated(self, seam: Seam) -> bool:
+        """Whether any plugin has a seat there: an adapter builds no step for nobody."""
+        return bool(self._seats[seam])
+
     def settles(self, seam: Seam) -> bool:
         """Whether any plugin on this seam wants to hear how a step went."""
         return bool(self._settlers[seam])
@@ -354,7 +381,7 @@ class Host:
     def settle(self, seam: Seam, outcome: Outcome) -> None:
         """Tell the seam's plugins how the step went."""
         for generation in self._settlers[seam]:
-            generation.guard.call("settle", functools.partial(generation.plugin.settle, outcome), None)
+            generation.guard.plan("settle", generation.plugin.settle, outcome, NoneType)
 
     # ---- for people ----
 
@@ -364,7 +391,7 @@ class Host:
     def report(self) -> dict[str, Any]:
         plugins = [self._seated[name].report() for name in sorted(self._seated)]
         plugins += [
-            {"name": name, "version": self.registry.facts(name).version, "state": "disabled", "last_failure": reason}
+            {"name": name, "version": self.registry.version(name), "state": "disabled", "last_failure": reason}
             for name, reason in self.off.items()
         ]
         return {
@@ -380,4 +407,5 @@ class Host:
         for generation in reversed(self._seated.values()):
             generation.close()
         self._seated.clear()
+        self._limits.clear()
         self._order()

@@ -46,7 +46,7 @@ class LatencySketch:
 
 
 class Alarm:
-    """Rises when the p99 passes the level, and falls only well below it, so that it does not flutter."""
+    """Rises when the p99 passes the level, and falls only well below it or without samples: it does not flutter."""
 
     MIN_SAMPLES = 100
     FALLS_AT = 0.9  # of the level
@@ -59,7 +59,7 @@ class Alarm:
     def update(self, p99: float, samples: int) -> bool:
         """Take a reading. True when the alarm rose with it."""
         if self.on:
-            self.on = not p99 < self.level * self.FALLS_AT
+            self.on = samples > 0 and p99 >= self.level * self.FALLS_AT
             return False
         self.on = samples >= self.MIN_SAMPLES and p99 > self.level
         self.raised += self.on

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -105,9 +105,12 @@ class Exporter:
         for family in FAMILIES:
             names = ["engine", *family.labels]
             if family.kind == "gauge":
-                mode = "mostrecent" if family.name != "itl_p99_seconds" else "max"
                 self._gauges[family.name] = Gauge(
-                    PREFIX + family.name, family.text, names, registry=registry, multiprocess_mode=mode
+                    PREFIX + family.name,
+                    family.text,
+                    names,
+                    registry=registry,
+                    multiprocess_mode="livemax" if family.name.startswith("itl_") else "livemostrecent",
                 )
             else:
                 self._counters[family.name] = Counter(PREFIX + family.name, family.text, names, registry=registry)
@@ -115,14 +118,16 @@ class Exporter:
             PREFIX + ITL, "Time between two tokens of a request.", ["engine"], registry=registry, buckets=ITL_BUCKETS
         )
 
-    def publish(self, rows: Iterator[Sample], engine: str) -> None:
+    def publish(self, rows: Iterable[Sample], engine: str) -> None:
         """Set the gauges, and add to the counters what came since the last call.
 
-        A counter that went down belongs to a new generation of a plugin: it starts again from there.
+        A new generation of a plugin counts from zero; so does whatever went down.
         """
         fresh: dict[str, set[tuple[str, ...]]] = {}
         for name, labels, value in rows:
             values = (engine, *labels.values())
+            if name == "plugin_active" and values not in self._last.get(name, ()):
+                self._forget(*values[:2])
             if name in self._gauges:
                 self._gauges[name].labels(*values).set(float(value))
                 fresh.setdefault(name, set()).add(values)
@@ -137,6 +142,9 @@ class Exporter:
                     if gone[0] == engine:
                         self._gauges[name].labels(*gone).set(0)
                 self._last[name] = self._last.get(name, set()) | fresh[name]
+
+    def _forget(self, engine: str, plugin: str) -> None:
+        self._seen = {key: value for key, value in self._seen.items() if key[1:3] != (engine, plugin)}
 
     def observe_itl(self, seconds: list[float], engine: str) -> None:
         histogram = self._itl.labels(engine)

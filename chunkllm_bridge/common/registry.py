@@ -67,12 +67,19 @@ class Registry:
         point = self._point(name)
         try:
             loaded = point.load()
-        except Exception as error:  # a plugin's module may raise anything at import; the operator must hear what
+        except (Exception, SystemExit) as error:  # a module may raise anything at import; the operator must hear what
             raise IncompatibleError(name, [f"importing {describe(point)}: {type(error).__name__}: {error}"]) from error
         if not (isinstance(loaded, type) and issubclass(loaded, Plugin)):
             raise IncompatibleError(name, [f"{describe(point)} is not a subclass of chunkllm_bridge.Plugin"])
         self._classes[name] = loaded
         return loaded
+
+    def version(self, name: str) -> str:
+        """Its version; "unreadable" where it cannot say: one that is switched off need not be readable."""
+        try:
+            return self.facts(name).version
+        except IncompatibleError:
+            return "unreadable"
 
     def source(self, name: str) -> str:
         return describe(self._point(name))

@@ -63,9 +63,9 @@ class Snapshots:
         for path in reversed(self._files()):
             try:
                 return Spec.from_wire(json.loads(path.read_text()))
-            except (ValueError, KeyError, TypeError) as error:
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 log.warning("snapshot.damaged", path=str(path), reason=str(error))
         return None
 
     def _files(self) -> list[Path]:
-        return sorted(self.folder.glob("spec-[0-9]*.json"))
+        return sorted(path for path in self.folder.glob("spec-*.json") if path.stem.removeprefix("spec-").isdecimal())

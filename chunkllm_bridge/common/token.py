@@ -18,7 +18,8 @@ VARIABLE = "CHUNKLLM_TOKEN"
 
 def ensure(environ: MutableMapping[str, str]) -> str:
     """The token of this launch. Children inherit it through the environment, which only the same user can read."""
-    return environ.setdefault(VARIABLE, secrets.token_urlsafe(32))
+    environ[VARIABLE] = environ.get(VARIABLE) or secrets.token_urlsafe(32)  # an empty one would let anybody in
+    return environ[VARIABLE]
 
 
 def path_for(address: str) -> Path:
@@ -37,7 +38,8 @@ def path_for_url(url: str) -> Path:
 def write(address: str, token: str) -> Path:
     """Put the token where the command line finds it: folder 0700, file 0600, replaced whole."""
     path = path_for(address)
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.chmod(0o700)  # also where somebody else made it first
     partial = path.with_suffix(f".{os.getpid()}.part")
     partial.unlink(missing_ok=True)
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -50,5 +52,5 @@ def write(address: str, token: str) -> Path:
 def admits(header: str | None, tokens: Sequence[str]) -> bool:
     """Whether an Authorization header carries one of the tokens. Takes the same time whichever it is."""
     scheme, _, given = (header or "").partition(" ")
-    matches = [hmac.compare_digest(given.encode(), token.encode()) for token in tokens]
+    matches = [hmac.compare_digest(given.encode(), token.encode()) for token in tokens if token]
     return scheme.lower() == "bearer" and any(matches)

@@ -89,7 +89,7 @@ def freeze(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         raise Wrong("must be a finite number")
     if not isinstance(value, bool | int | float | str):
-        raise Wrong(f"a {type(value).__name__} cannot be carried to every process", to_toml(str(value)))
+        raise Wrong(f"a {type(value).__name__} cannot be carried to every process; write it as text")
     return value
 
 

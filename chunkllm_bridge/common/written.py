@@ -97,7 +97,8 @@ def read_file(file: Path | None, text: str | None, problems: list[Problem]) -> l
         problems.append(_not_toml(name, content, error))
     else:
         where = statements(content)
-        return [Given(k, v, Source("file", f"{name}:{line_of(k, where)}")) for k, v in leaves(table)]
+        found = sorted(((line_of(keys, where), keys, value) for keys, value in leaves(table)), key=lambda each: each[0])
+        return [Given(keys, value, Source("file", f"{name}:{line}")) for line, keys, value in found]
     return []
 
 
@@ -135,17 +136,17 @@ def read_sets(sets: Sequence[str], problems: list[Problem], source: Source) -> l
             continue
         for keys, value in leaves(_nested(tuple(key.split(".")), from_text(text))):
             new = Given(keys, value, source)
-            if any(_twice(old, new) for old in given):
+            if any(old.keys == new.keys and _same_part(old.value, new.value) for old in given):
                 problems.append(Problem(key=new.key, value=value, reason="given twice", where=str(source)))
             given.append(new)
     return given
 
 
-def _twice(old: Given, new: Given) -> bool:
-    """The same key; but parts of one table may come one by one."""
-    if not (isinstance(old.value, Mapping) and isinstance(new.value, Mapping)):
-        return old.keys == new.keys
-    return old.keys == new.keys and (old.value == new.value or not {*old.value}.isdisjoint(new.value))
+def _same_part(old: Any, new: Any) -> bool:
+    """The parts of one table may come one by one, each once."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping) and old and new:
+        return any(_same_part(old[name], new[name]) for name in old.keys() & new.keys())
+    return True
 
 
 def read_mapping(values: Mapping[str, Any], source: Source) -> list[Given]:

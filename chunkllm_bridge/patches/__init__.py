@@ -106,7 +106,10 @@ class Patch:
         """The same for one object: an instance attribute hides the method, and the undo removes it."""
         name = self.target.rpartition(".")[2]
         before = vars(instance).get(name)
+        if getattr(before, "_chunkllm", False):
+            raise PatchError(f"{self.target} is wrapped already")
         wrapper = wrap(getattr(instance, name))
+        wrapper._chunkllm = True
         vars(instance)[name] = wrapper
 
         def undo() -> None:

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import attrs
 import httpx
-import openai
+from openai import AsyncOpenAI, OpenAI
 
 
 def _script(name: str) -> str:
@@ -147,11 +147,11 @@ class Server:
     def alive(self) -> bool:
         return self.process.poll() is None
 
-    def openai(self, **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
+    def openai(self, **options: Any) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
 
-    def async_openai(self, **options: Any) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
+    def async_openai(self, **options: Any) -> AsyncOpenAI:
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
 
     def log(self) -> str:
         return self.log_file.read_text(errors="replace")

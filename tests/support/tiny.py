@@ -33,8 +33,8 @@ class TinyLlama:
     seed: int = 0
 
     def __str__(self) -> str:
-        shape = f"{self.layers}x{self.hidden}-{self.heads}.{self.kv_heads}.{self.head_dim}-v{self.vocab}-c{self.context}"
-        return f"llama-{shape}-seed{self.seed}-r{RECIPE}"
+        heads = f"{self.heads}.{self.kv_heads}.{self.head_dim}"
+        return f"llama-{self.layers}x{self.hidden}-{heads}-v{self.vocab}-c{self.context}-seed{self.seed}-r{RECIPE}"
 
 
 def make_tiny(root: Path, shape: TinyLlama | None = None) -> Path:
