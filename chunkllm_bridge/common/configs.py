@@ -41,7 +41,7 @@ def check(config_class: type, given: Mapping[str, Any], reserved: Iterable[str])
     """
     try:
         known = _fields(config_class)
-    except Exception as error:  # noqa: BLE001  an author's annotations may name anything
+    except Exception as error:
         return [Mistake("", f"its Config cannot be read: {error}")]
     strange = [field for field in given if field not in known]
     mistakes = [Mistake(field, "unknown key", close_key(field, [*known, *reserved]), unknown=True) for field in strange]
@@ -63,7 +63,7 @@ def check(config_class: type, given: Mapping[str, Any], reserved: Iterable[str])
     if not mistakes and all(known[field].default is not attrs.NOTHING or field in values for field in bound):
         try:
             config_class(**values)
-        except Exception as error:  # noqa: BLE001  an author's validators may raise anything: it means "not so"
+        except Exception as error:
             mistakes.append(Mistake("", _first_line(error)))
     return mistakes
 
@@ -109,7 +109,7 @@ def _broken_validators(known: Mapping[str, attrs.Attribute[Any]], values: Mappin
             attribute.validator(stand_in, attribute, value)
         except AttributeError:
             continue  # it asks for more than the stand-in has; building the Config will ask it again
-        except Exception as error:  # noqa: BLE001  as above
+        except Exception as error:
             yield Mistake(field, _first_line(error))
 
 

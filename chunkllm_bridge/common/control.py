@@ -200,6 +200,7 @@ class CoreDesk:
             "kv": self.ports.pool(),
             "requests": self.ports.requests(),
             "plugins": report["plugins"],
+            "alarms": {"latency_p99": self.host.spec["plugin.latency.p99"]},
             "warnings": list(self.host.spec.warnings),
         }
         if workers:
@@ -238,6 +239,4 @@ class CoreDesk:
 def changes(before: Spec, after: Spec) -> dict[str, dict[str, str | None]]:
     """Parameter -> its effective value before and after, as text."""
     old = {key: value for key, value, _ in before.rows()}
-    return {
-        key: {"before": old.get(key), "after": value} for key, value, _ in after.rows() if old.get(key) != value
-    }
+    return {key: {"before": old.get(key), "after": value} for key, value, _ in after.rows() if old.get(key) != value}

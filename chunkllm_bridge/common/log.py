@@ -11,7 +11,7 @@ ROOT = "chunkllm"
 
 
 def get_logger(room: str, **bound: object) -> structlog.stdlib.BoundLogger:
-    """A logger for one room of the house, e.g. `get_logger("host", rank=0)`. An adapter gives `chunkllm` its handlers."""
+    """A logger for one room of the house, e.g. `get_logger("host", rank=0)`. Adapters give `chunkllm` its handlers."""
     logger = structlog.wrap_logger(
         logging.getLogger(f"{ROOT}.{room}"),
         wrapper_class=structlog.stdlib.BoundLogger,

@@ -45,7 +45,7 @@ class Snapshots:
         return cls(folder)
 
     def save(self, spec: Spec) -> None:
-        """Write the spec as the newest snapshot, whole or not at all. A full disk costs the snapshot, not the engine."""
+        """Write the spec as the newest snapshot, whole or not at all. A full disk costs only the snapshot."""
         files = self._files()
         number = int(files[-1].stem.removeprefix("spec-")) + 1 if files else 1
         target = self.folder / f"spec-{number:06d}.json"

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from chunkllm_bridge.common.snapshots import state_home
 
 VARIABLE = "CHUNKLLM_TOKEN"
-"""Environment variable: the token. A server makes one for its children where there is none; the command line reads it."""
+"""Environment variable: the token. A server makes one for its children where there is none; `chunkllm` reads it."""
 
 
 def ensure(environ: MutableMapping[str, str]) -> str:

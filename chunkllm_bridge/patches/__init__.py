@@ -138,6 +138,9 @@ def normal_source(function: object) -> str:
     except (OSError, TypeError, SyntaxError, IndentationError):
         return ""
     for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and ast.get_docstring(node) is not None:
+        if (
+            isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+            and ast.get_docstring(node) is not None
+        ):
             del node.body[0]
     return ast.unparse(tree)

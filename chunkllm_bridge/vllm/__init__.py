@@ -1,4 +1,4 @@
-"""The bridge on vLLM. `LLM` is vLLM's own offline class with `plugin=`; nothing is imported or changed before it is used."""
+"""The bridge on vLLM. `LLM` is vLLM's own offline class with `plugin=`; nothing happens before it is used."""
 
 from __future__ import annotations
 

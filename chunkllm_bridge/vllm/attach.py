@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -13,7 +13,7 @@ import attrs
 from chunkllm_bridge.common.abi import EngineInfo, Seam
 from chunkllm_bridge.common.control import CoreDesk, Ports, RankDesk
 from chunkllm_bridge.common.errors import ControlError, IncompatibleError
-from chunkllm_bridge.common.host import Host
+from chunkllm_bridge.common.host import Host, disabled
 from chunkllm_bridge.common.log import get_logger
 from chunkllm_bridge.common.snapshots import Snapshots
 from chunkllm_bridge.common.spec import Spec
@@ -94,7 +94,7 @@ class CoreAttachment:
         with contextlib.ExitStack() as undo:
             about = facts.engine_info(vllm_config, role="core")
             weights = self._attach_workers()
-            check_shares(spec, about, weights)
+            check_shares(spec, about, weights, disabled(spec, self.registry, about))
             with contextlib.ExitStack() as sizing:
                 sizing.callback(cap_available_memory(core.model_executor, spec, about))
                 sizing.callback(check_pool(core.model_executor, spec, about))
@@ -167,8 +167,11 @@ class CoreAttachment:
                 "waiting": len(self._bridge.scheduler.waiting),
             },
             check=lambda spec: check_ratio(spec, about),
-            committed=lambda: self._bridge.refresh_limit(),
+            committed=self._refresh,
         )
+
+    def _refresh(self) -> None:
+        self._bridge.refresh_limit()
 
     @property
     def _bridge(self) -> SchedulerBridge:
@@ -239,16 +242,16 @@ def pool_reasons(config: Any, spec: Spec, about: EngineInfo) -> list[str]:
     return reasons
 
 
-def check_shares(spec: Spec, about: EngineInfo, weights: int) -> None:
-    """The sum of all shares and the weights must fit on the device."""
+def check_shares(spec: Spec, about: EngineInfo, weights: int, off: Container[str]) -> None:
+    """The sum of all shares and the weights must fit on the device; plugins that are off need none."""
     ratio = spec["kv_cache.memory_ratio"]
     parts = {"weights": weights / about.device_memory} if about.device_memory else {}
     if ratio != "engine":
         parts["kv_cache.memory_ratio"] = ratio
     for name in spec.active:
-        if share := spec.for_plugin(name, "memory_ratio"):
+        if name not in off and (share := spec.for_plugin(name, "memory_ratio")):
             parts[f"plugins.{name}.memory_ratio"] = share
-    if (total := sum(parts.values())) > 1:
+    if (total := sum(parts.values())) > 1 + 1e-9:
         terms = " + ".join(f"{name} {share:.2f}" for name, share in parts.items())
         raise IncompatibleError("the memory shares", [f"{terms} = {total:.2f} of the device's memory, more than all"])
 

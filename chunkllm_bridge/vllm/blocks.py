@@ -1,4 +1,4 @@
-"""KV quotas and batch windows on vLLM's scheduler: its own object keeps its class, three of its functions are wrapped."""
+"""KV quotas and batch windows on vLLM's scheduler: the engine's own object, with four functions wrapped."""
 
 from __future__ import annotations
 

@@ -91,7 +91,9 @@ def with_pool(info: EngineInfo, kv_cache_config: Any, block_size: int) -> Engine
 def device_memory(vllm_config: Any) -> int:
     """Bytes that one rank may count as its device's. Ranks on one machine's CPU share its memory."""
     if vllm_config.device_config.device_type == "cpu":
-        return this_machine().memory_bytes // max(1, vllm_config.parallel_config.world_size)
+        parallel = vllm_config.parallel_config
+        ranks = parallel.local_world_size * max(1, parallel.data_parallel_size_local)
+        return this_machine().memory_bytes // max(1, int(ranks))
     from vllm.platforms import current_platform
 
     return int(current_platform.get_device_total_memory())
@@ -99,7 +101,8 @@ def device_memory(vllm_config: Any) -> int:
 
 def pool_bytes(kv_cache_config: Any) -> int:
     """Bytes of one rank's KV pool. In 0.32 every tensor record carries the size of the one allocation they lie in."""
-    return max((tensor.size for tensor in kv_cache_config.kv_cache_tensors if not tensor.host_resident), default=0)
+    sizes = [int(tensor.size) for tensor in kv_cache_config.kv_cache_tensors if not tensor.host_resident]
+    return max(sizes, default=0)
 
 
 def layer_bytes(kv_cache_config: Any) -> dict[str, int]:

@@ -88,12 +88,11 @@ def wrap_add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
     def add_cli_args(parser: Any) -> Any:
         parser = original(parser)
         group = parser.add_argument_group("ChunkLLM Bridge", "Plugins that run on vLLM and SGLang alike.")
-        group.add_argument("--plugin", action="append", default=None, metavar="NAME", help="chunkllm attaches the bridge.")
-        group.add_argument("--plugin-config", default=None, metavar="FILE", help="The plugin spec, a TOML file.")
+        group.add_argument("--plugin", action="append", metavar="NAME", help="chunkllm attaches the bridge.")
+        group.add_argument("--plugin-config", metavar="FILE", help="The plugin spec, a TOML file.")
         group.add_argument(
             "--plugin-set",
             action="append",
-            default=None,
             metavar="KEY=VALUE",
             help="One parameter of the spec, beating the file; can be given several times.",
         )

@@ -53,9 +53,10 @@ class Reporter:
             await asyncio.sleep(INTERVAL)
 
     async def _report(self) -> None:
+        reply = await self._line.send(encode(Status(workers=False)))
+        self._alarm.level = reply.data["alarms"]["latency_p99"]  # can be set while serving
         self._exporter.publish(self._latency_samples(), "0")
         if self._first:
-            reply = await self._line.send(encode(Status(workers=False)))
             for index, status in enumerate(reply.data.get("engines", [reply.data])):
                 self._exporter.publish(samples(status), str(index))
 

@@ -16,7 +16,7 @@ from chunkllm_bridge.vllm.control import CALL, check_handshake
 from chunkllm_bridge.vllm.transport import KEY, Passport
 
 
-class LLM(VllmLLM):
+class LLM(VllmLLM):  # type: ignore[misc]  # an engine is Any to us
     """`vllm.LLM` that takes the launch flags as arguments: `LLM(model, plugin="chunkllm", plugin_config="spec.toml")`.
 
     Raises `ConfigError` or `IncompatibleError` before the model is loaded. `llm.chunkllm` controls the running engine.

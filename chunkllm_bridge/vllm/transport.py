@@ -99,6 +99,6 @@ class Passport:
         except BridgeError as error:
             raise IncompatibleError(f"the bridge in the {process}", [str(error)]) from error
         if found != self.fingerprint:
-            reason = f"fingerprint {found}, the launching process has {self.fingerprint}: other plugins or versions here"
+            reason = f"fingerprint {found}, where it was launched {self.fingerprint}: other plugins or versions here"
             raise IncompatibleError(f"the bridge in the {process}", [reason])
         return registry

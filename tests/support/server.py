@@ -51,6 +51,12 @@ def free_port(host: str = "127.0.0.1") -> int:
         return int(probe.getsockname()[1])
 
 
+def _temporary_log(engine: str) -> Path:
+    handle, name = tempfile.mkstemp(prefix=f"chunkllm-{engine}-", suffix=".log")
+    os.close(handle)
+    return Path(name)
+
+
 class Server:
     """`with Server(model, ["--enforce-eager"]) as server:` gives a server that answers; leaving stops it.
 
@@ -82,7 +88,7 @@ class Server:
         merged = {**os.environ, **ENGINES[engine].env, **(env or {})}
         self.env = {key: value for key, value in merged.items() if value is not None}
         self._keep_log = log_file is not None
-        self.log_file = log_file or Path(tempfile.mkstemp(prefix=f"chunkllm-{engine}-", suffix=".log")[1])
+        self.log_file = log_file or _temporary_log(engine)
         self._process: subprocess.Popen[bytes] | None = None
 
     # -- life ------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import pytest
 from tests.support import server as module
 from tests.support.server import Engine, Server, ServerError, attempt
 
+ENV = {"TOKEN": "ours"}
 ANSWERS = """
 import http.server, os, subprocess, sys
 print("TOKEN", os.environ.get("TOKEN"), flush=True)
@@ -25,22 +26,25 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 
 @pytest.fixture
+def log_file(tmp_path: Path) -> Path:
+    return tmp_path / "server.log"
+
+
+@pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch):
     """Makes a program the command of an engine named `pretend`."""
 
     def make(program: str) -> None:
-        engine = Engine(
-            argv=lambda model, host, port: [sys.executable, "-c", program, str(port)], env={"TOKEN": "ours"}
-        )
+        engine = Engine(argv=lambda model, host, port: [sys.executable, "-c", program, str(port)], env=ENV)
         monkeypatch.setitem(module.ENGINES, "pretend", engine)
 
     return make
 
 
-def test_answers_while_the_with_lasts_and_leaves_nothing(pretend, tmp_path: Path):
+def test_answers_while_the_with_lasts_and_leaves_nothing(pretend, log_file: Path):
     """Inside the `with` the server answers; after it, not even a child that ignored the end is left."""
     pretend(ANSWERS)
-    with Server("m", engine="pretend", log_file=tmp_path / "log") as server:
+    with Server("m", engine="pretend", log_file=log_file) as server:
         assert server.alive
         child = int(server.log().split("CHILD ")[1].split()[0])
 
@@ -51,21 +55,22 @@ def test_answers_while_the_with_lasts_and_leaves_nothing(pretend, tmp_path: Path
         time.sleep(0.02)
 
 
-def test_an_early_end_is_noticed_at_once(pretend, tmp_path: Path):
+def test_an_early_end_is_noticed_at_once(pretend, log_file: Path):
     """A server that ends before it is ready is an error at once, with its exit code and the end of its log."""
     pretend("import sys; print('no such model'); sys.exit(3)")
+    server = Server("m", engine="pretend", log_file=log_file)
     started = time.monotonic()
 
-    with pytest.raises(ServerError, match=r"exit code 3(.|\n)*no such model"), Server("m", engine="pretend"):
+    with pytest.raises(ServerError, match=r"exit code 3(.|\n)*no such model"), server:
         pass
 
     assert time.monotonic() - started < 5
 
 
-def test_not_ready_in_time(pretend):
+def test_not_ready_in_time(pretend, log_file: Path):
     """A server that never answers is stopped when the time is up."""
     pretend("import time; time.sleep(600)")
-    server = Server("m", engine="pretend", timeout=0.3)
+    server = Server("m", engine="pretend", log_file=log_file, timeout=0.3)
 
     with pytest.raises(ServerError, match="not ready within"), server:
         pass
@@ -74,19 +79,19 @@ def test_not_ready_in_time(pretend):
 
 
 @pytest.mark.parametrize(("env", "seen"), [({}, "ours"), ({"TOKEN": "mine"}, "mine"), ({"TOKEN": None}, "None")])
-def test_environment_can_be_given_and_taken_away(pretend, env, seen, tmp_path: Path):
+def test_environment_can_be_given_and_taken_away(pretend, env, seen, log_file: Path):
     """A test's variables beat the engine's, and None removes one."""
     pretend(ANSWERS)
 
-    with Server("m", engine="pretend", env=env, log_file=tmp_path / "log") as server:
+    with Server("m", engine="pretend", env=env, log_file=log_file) as server:
         assert f"TOKEN {seen}\n" in server.log()
 
 
-def test_a_launch_that_is_meant_to_fail(pretend):
+def test_a_launch_that_is_meant_to_fail(pretend, log_file: Path):
     """`attempt` hands over the server once it has ended by itself, for its exit code and its log."""
     pretend("import sys; print('every reason'); sys.exit(2)")
 
-    with attempt(Server("m", engine="pretend")) as server:
+    with attempt(Server("m", engine="pretend", log_file=log_file)) as server:
         assert 2 == server.process.returncode
         assert "every reason" in server.tail()
 
@@ -97,10 +102,10 @@ def test_unknown_engine_is_answered_with_the_known_ones():
         Server("m", engine="vlm")
 
 
-def test_own_environment_is_not_changed(pretend):
+def test_own_environment_is_not_changed(pretend, log_file: Path):
     """Making a server changes nothing in this process."""
     before = dict(os.environ)
     pretend(ANSWERS)
-    Server("m", engine="pretend", env={"CHUNKLLM_TEST": "1"})
+    Server("m", engine="pretend", log_file=log_file, env={"CHUNKLLM_TEST": "1"})
 
     assert before == dict(os.environ)
