@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import statistics
@@ -25,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.paired import Pair, Summary, provenance, summarize
+from bench.quiet import watching
 from scripts.model import build
 from scripts.serve import run
 from tests.support.server import ENGINES, Server, ServerError
@@ -34,9 +36,13 @@ POOL_BYTES = 2**30  # what ENGINES gives a stock server on a CPU
 WANTED = 0.01  # half the width of the interval of a median
 LEAST_PAIRS = 8
 WAKE_TOKENS = 8
+DISTURBED = 0.1  # cores that may be busy with something else while a pair is run
+REST = 1.5  # seconds: a vLLM worker spins for one second after its last step, on the core that both use
 ARGS = {
     "vllm": "--dtype bfloat16 --max-model-len 1024 --max-num-seqs 8 --enforce-eager --disable-uvicorn-access-log",
 }
+# Two processes of the same program differ by a few percent through where their hashes and pages fall.
+SAME_LUCK = {"PYTHONHASHSEED": "0", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 DISTRIBUTIONS = {"vllm": ("vllm", "torch", "transformers", "chunkllm-bridge")}
 PROMPTS = (
     "The history of the bicycle begins in",
@@ -80,36 +86,47 @@ async def _stream(client: httpx.AsyncClient, prompt: str, tokens: int) -> int:
     return int(json.loads(last.removeprefix("data: "))["usage"]["completion_tokens"])
 
 
-def pair(stock: Server, bridge: Server, streams: int, tokens: int, *, stock_first: bool) -> Pair:
-    """One run on each. The server that has been idle is woken by a short run first: its memory has gone cold."""
-    rates = {}
-    for server in (stock, bridge) if stock_first else (bridge, stock):
-        asyncio.run(rate(server, streams, WAKE_TOKENS))
-        rates[server.url] = asyncio.run(rate(server, streams, tokens))
-    return Pair(baseline=rates[stock.url], candidate=rates[bridge.url], baseline_first=stock_first)
+@attrs.frozen
+class Contest:
+    """Two servers that are up, and how they are driven."""
 
+    stock: Server
+    bridge: Server
+    tokens: int
 
-def measure(stock: Server, bridge: Server, options: argparse.Namespace, console: Console) -> dict[int, list[Pair]]:
-    """Pairs per number of streams: until every interval is narrow enough, or the pairs or the minutes are used up."""
-    pairs: dict[int, list[Pair]] = {streams: [] for streams in options.streams}
-    for streams in pairs:  # warm up both; the first requests compile and fill caches
-        pair(stock, bridge, streams, options.tokens, stock_first=True)
-    deadline = time.monotonic() + 60 * options.minutes
-    for number in range(options.pairs):
-        for streams, taken in pairs.items():
-            taken.append(pair(stock, bridge, streams, options.tokens, stock_first=number % 2 == 0))
-            console.print(f"  pair {number + 1:3d}, {streams} stream(s): {_words(taken[-1])}")
-        enough = number + 1 >= LEAST_PAIRS
-        if enough and all(summarize([p.ratio for p in taken]).half_width <= WANTED for taken in pairs.values()):
-            break
-        if time.monotonic() > deadline and number >= 1:
-            console.print(f"time is up after {number + 1} pairs")
-            break
-    return pairs
+    def pair(self, streams: int, *, stock_first: bool) -> tuple[Pair, float]:
+        """One run on each, after the other has come to rest and this one has been woken by a short run.
 
+        Also returns how many cores were busy with something else meanwhile.
+        """
+        rates, others = {}, 0.0
+        for server in (self.stock, self.bridge) if stock_first else (self.bridge, self.stock):
+            time.sleep(REST)
+            asyncio.run(rate(server, streams, WAKE_TOKENS))
+            with watching({self.stock.process.pid, self.bridge.process.pid}) as watch:
+                rates[server.url] = asyncio.run(rate(server, streams, self.tokens))
+            others = max(others, watch.others)
+        pair = Pair(baseline=rates[self.stock.url], candidate=rates[self.bridge.url], baseline_first=stock_first)
+        return pair, others
 
-def _words(pair: Pair) -> str:
-    return f"stock {pair.baseline:7.2f}  bridge {pair.candidate:7.2f} tokens/s  ratio {pair.ratio:.4f}"
+    def measure(self, pairs: dict[int, list[Pair]], minutes: float, console: Console) -> int:
+        """Add pairs for that long, the numbers of streams in turn. Returns how many were disturbed and left out."""
+        for streams in pairs:  # the first requests compile and fill caches
+            self.pair(streams, stock_first=True)
+        deadline = time.monotonic() + 60 * minutes
+        disturbed = 0
+        for number in itertools.count():
+            for streams, taken in pairs.items():
+                pair, others = self.pair(streams, stock_first=number % 2 == 0)
+                quiet = others <= DISTURBED
+                words = f"stock {pair.baseline:7.2f}  bridge {pair.candidate:7.2f} tokens/s  ratio {pair.ratio:.4f}"
+                console.print(f"  {streams} stream(s): {words}{'' if quiet else f'  left out: {others:.2f} cores busy'}")
+                if quiet:
+                    taken.append(pair)
+                disturbed += not quiet
+            if time.monotonic() > deadline:
+                return disturbed
+        raise AssertionError("itertools.count ends")
 
 
 def check_attached(bridge: Server) -> None:
@@ -155,8 +172,8 @@ def result(
 def compare(options: argparse.Namespace, console: Console) -> None:
     model, args = build(), ["--served-model-name", "model", *ARGS[options.engine].split()]
     extra = [] if options.control else bridge_args()
-    stock = Server(model, args, engine=options.engine)
-    bridge = Server(model, [*args, *extra], engine=options.engine)
+    stock = Server(model, args, engine=options.engine, env=SAME_LUCK)
+    bridge = Server(model, [*args, *extra], engine=options.engine, env=SAME_LUCK)
     console.print("starting two servers, one after the other")
     with ExitStack() as servers:
         for server in (stock, bridge):

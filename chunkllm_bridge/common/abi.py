@@ -250,7 +250,7 @@ class Outcome:
 
 @runtime_checkable
 class Memory(Protocol):
-    """Device memory set aside for a plugin under `plugin.memory_ratio`, until closed. The bridge closes what is left."""
+    """Device memory set aside under `plugin.memory_ratio`, until closed. The bridge closes what is left."""
 
     owner: str
     units: int  # bytes

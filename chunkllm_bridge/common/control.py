@@ -47,6 +47,7 @@ class Set:
     """Change parameters on all ranks at the next step boundary."""
 
     values: dict[str, Any]  # dotted key -> value, as in the spec file
+    rehearse: bool = False  # prepare on all ranks, then change nothing: says whether it would be refused
 
 
 Command = Status | Config | Plugins | Set
@@ -110,7 +111,7 @@ class RankDesk:
         self._pending: Pending | None = None
 
     def handle(self, verb: str, wire: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Carry out one verb: "prepare" (with the new spec), "commit", "abandon" or "report". Never raises for people."""
+        """Carry out "prepare" (with the new spec), "commit", "abandon" or "report". A refusal is a reply."""
         try:
             return {"ok": True, **self._do(verb, wire)}
         except BridgeError as error:
@@ -184,8 +185,8 @@ class CoreDesk:
                 return Reply(data={"profile": self.host.spec.profile, "parameters": rows})
             case Plugins():
                 return Reply(data={"plugins": self.plugins()})
-            case Set(values=values):
-                return Reply(data=self.set(values))
+            case Set(values=values, rehearse=rehearse):
+                return Reply(data=self.set(values, rehearse=rehearse))
 
     def status(self, *, workers: bool = True) -> dict[str, Any]:
         info, report = self.host.info, self.host.report()
@@ -213,7 +214,7 @@ class CoreDesk:
         seated = {plugin["name"]: plugin for plugin in self.host.report()["plugins"]}
         return [{**row, **seated.get(row["name"], {})} for row in self.host.registry.describe()]
 
-    def set(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def set(self, values: Mapping[str, Any], *, rehearse: bool = False) -> dict[str, Any]:
         """Prepare on all ranks, then commit on all, or on none."""
         before = self.host.spec
         spec = before.evolve(values, catalogue=self.host.registry)
@@ -227,6 +228,10 @@ class CoreDesk:
             if refusals := [f"rank {reply.get('rank')}: {reply.get('error')}" for reply in replies if not reply["ok"]]:
                 raise ControlError("\n".join(["refused, nothing changed:", *refusals]), 409)
             undo.pop_all()
+        if rehearse:
+            self.ports.ranks("abandon")
+            self.host.abandon(pending)
+            return {"changed": changed, "generation": self.host.generation, "kv": self.ports.pool()}
         self.ports.ranks("commit")
         self.host.commit(pending)
         self.ports.committed()

@@ -23,6 +23,7 @@ LAYERS = ("model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj")
 GIB = 2**30  # bytes of one KV block, so that 64 blocks fill the device: a memory ratio is a number of blocks / 64
 MEMORY = 64 * GIB
 STEP_SECONDS = 0.004
+TENANT = "another tenant"
 HIDDEN, VOCAB = 8, 1000
 
 
@@ -176,7 +177,7 @@ class FakeEngine:
             if request.finished:
                 self.running.remove(request)
                 self._release(request, cache=True)
-        self.pool.revoke("another tenant")
+        self.pool.revoke(TENANT)
         self.pool.check()
 
     def schedule(self) -> list[Request]:
@@ -195,6 +196,10 @@ class FakeEngine:
             self.running.append(self.waiting.pop(0))
         return list(self.running)
 
+    def held(self) -> int:
+        """Blocks that requests hold."""
+        return self.pool.counts.held - self.pool.held_by(TENANT)
+
     def free_blocks(self) -> int:
         return self.pool.counts.available
 
@@ -204,7 +209,7 @@ class FakeEngine:
         if missing > self.free_blocks():
             return False
         if missing > 0 and self.faults.steal:
-            self.pool.lease("another tenant", min(self.faults.steal, self.pool.counts.available))
+            self.pool.lease(TENANT, min(self.faults.steal, self.pool.counts.available))
             self.faults.steal = 0
         with contextlib.ExitStack() as undo:
             lease = request.lease

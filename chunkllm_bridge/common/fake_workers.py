@@ -62,13 +62,12 @@ class FakeWorkers:
         self._undo.close()
 
     def forward(self, original: Callable[[Sequence[Request]], None], batch: Sequence[Request]) -> None:
-        if not batch:
-            return original(batch)
-        chosen = self._strategy(batch)
+        chosen = self._strategy(batch) if batch else None
         before = [(request, len(request.drafts), request.length) for request in batch]
         original(batch)
         accepted = tuple(request.length - length - 1 for request, _, length in before)
-        self._settle(Seam.ATTENTION, applied=chosen is not None, plan=chosen)
+        if batch:
+            self._settle(Seam.ATTENTION, applied=chosen is not None, plan=chosen)
         if any(drafted for _, drafted, _ in before):
             self._settle(Seam.DRAFTS, applied=True, accepted=accepted)
         self._draft([request for request in batch if not request.finished])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import NoneType
@@ -110,7 +111,7 @@ def disabled(spec: Spec, registry: Registry, info: EngineInfo) -> dict[str, str]
         if off == "everything":
             reasons[name] = "plugin.disable = everything"
         elif off == "all":
-            with contextlib.suppress(BridgeError):  # what cannot be read is not off: `check` refuses it, with the reason
+            with contextlib.suppress(BridgeError):  # what cannot be read is not off: `check` says why it is refused
                 if registry.facts(name).needs_accelerator:
                     none = ": it needs an accelerator and there is none" if info.device == "cpu" else ""
                     reasons[name] = f"plugin.disable = all{none}"
@@ -397,6 +398,7 @@ class Host:
         return {
             "role": self.info.role,
             "rank": self.info.rank,
+            "pid": os.getpid(),
             "fingerprint": self.fingerprint(),
             "generation": self.generation,
             "plugins": plugins,

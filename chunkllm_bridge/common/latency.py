@@ -59,7 +59,7 @@ class Alarm:
     def update(self, p99: float, samples: int) -> bool:
         """Take a reading. True when the alarm rose with it."""
         if self.on:
-            self.on = samples > 0 and p99 >= self.level * self.FALLS_AT
+            self.on = p99 >= self.level * self.FALLS_AT  # nan, for no samples, is not
             return False
         self.on = samples >= self.MIN_SAMPLES and p99 > self.level
         self.raised += self.on

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -49,14 +50,16 @@ class Snapshots:
         files = self._files()
         number = int(files[-1].stem.removeprefix("spec-")) + 1 if files else 1
         target = self.folder / f"spec-{number:06d}.json"
+        partial = target.with_suffix(f".{os.getpid()}.part")
         try:
-            partial = target.with_suffix(f".{os.getpid()}.part")
             partial.write_text(json.dumps(spec.to_wire(), indent=1))
             partial.replace(target)
             for old in files[: max(0, len(files) + 1 - KEEP)]:
                 old.unlink(missing_ok=True)
         except OSError as error:
             log.warning("snapshot.failed", path=str(target), reason=str(error))
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
 
     def newest(self) -> Spec | None:
         """The last good spec; a damaged file is passed over for the one before, with a warning."""

@@ -188,7 +188,7 @@ class FakeBridge:
         engine = self.engine
         self._overdrawn = False
         self._refresh_limit()
-        while len(engine.running) > 1 and self.quota.excess(engine.pool.counts.held):
+        while len(engine.running) > 1 and self.quota.excess(engine.held()):
             engine.preempt(engine.running[-1])
             self.quota.note_preempted()
         late = self._new_prefills()
@@ -198,7 +198,7 @@ class FakeBridge:
             batch = original()
         finally:
             engine.waiting += late
-        held = engine.pool.counts.held
+        held = engine.held()
         self.quota.observe(held, sole=len(batch) <= 1)
         reason = "a request that was alone went beyond the limit" if self._overdrawn else ""
         self.host.settle(

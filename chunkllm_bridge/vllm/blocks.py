@@ -20,7 +20,14 @@ log = get_logger("vllm.blocks")
 class SchedulerBridge:
     """Asks the host once per step, and enforces what it answers. Lives as long as the scheduler."""
 
-    def __init__(self, scheduler: Any, host: Host, *, arrivals_possible: bool = True) -> None:
+    def __init__(
+        self,
+        scheduler: Any,
+        host: Host,
+        *,
+        arrivals_possible: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.scheduler, self.host = scheduler, host
         self.pool = scheduler.kv_cache_manager.block_pool
         self.total = self.pool.num_gpu_blocks - 1  # without the null block, which is never a request's
@@ -28,6 +35,7 @@ class SchedulerBridge:
         self.step = 0
         self.holds = 0  # steps in which new prefills were held
         self._arrivals_possible = arrivals_possible
+        self._clock = clock
         self._arrived: dict[str, float] = {}  # request id -> when the scheduler got it, until it is first scheduled
         self._allocating = False
         self._undo = contextlib.ExitStack()
@@ -76,7 +84,7 @@ class SchedulerBridge:
 
     def _wrap_add(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def add_request(request: Any, *args: Any, **kwargs: Any) -> Any:
-            self._arrived.setdefault(request.request_id, time.monotonic())
+            self._arrived.setdefault(request.request_id, self._clock())
             return original(request, *args, **kwargs)
 
         return add_request
@@ -129,16 +137,23 @@ class SchedulerBridge:
         return held
 
     def _preempt_down(self) -> None:
-        """Preempt from the back of the running queue until what is held fits, or one request is left."""
+        """Preempt the requests that the engine itself would, until what is held fits or one of them is left."""
         scheduler = self.scheduler
         while len(scheduler.running) > 1 and self.quota.excess(self.held()):
-            victim = scheduler.running[-1]
+            victim = self._victim()
             if not scheduler._request_blocks_can_be_freed(victim):
                 break  # a step in flight still writes there; it lands before the next call
-            scheduler.running.pop()
+            scheduler.running.remove(victim)
             scheduler._preempt_request(victim, time.monotonic(), drop_stale_output=True)
-            scheduler.prev_step_scheduled_req_ids.discard(victim.request_id)
+            pass
             self.quota.note_preempted(1)
+
+    def _victim(self) -> Any:
+        """As in `Scheduler.schedule`: the least important, or the one that came last."""
+        running = self.scheduler.running
+        if self.scheduler.policy.value == "priority":
+            return max(running, key=lambda request: (request.priority, request.arrival_time))
+        return running[-1]
 
     def _sole(self, request: Any) -> bool:
         running = self.scheduler.running
@@ -180,7 +195,7 @@ class SchedulerBridge:
             slots=scheduler.max_num_running_reqs - len(scheduler.running),
             waiting_tokens=sum(request.num_prompt_tokens for request in itertools.islice(new, budget)),
             budget_tokens=budget,
-            oldest_wait=time.monotonic() - min(arrived[request.request_id] for request in new),
+            oldest_wait=self._clock() - min(arrived[request.request_id] for request in new),
             arrivals_possible=self._arrivals_possible,
         )
         return new if self.host.hold(step) else []

@@ -7,11 +7,12 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import attrs
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from chunkllm_bridge.common import token
-from chunkllm_bridge.common.control import Config, Plugins, Reply, Set, Status, encode, merge
+from chunkllm_bridge.common.control import Command, Config, Plugins, Reply, Set, Status, encode, merge
 from chunkllm_bridge.common.errors import IncompatibleError
 from chunkllm_bridge.common.log import get_logger
 from chunkllm_bridge.vllm.metrics import Reporter
@@ -29,9 +30,19 @@ class Line:
     def __init__(self, engine_client: Any) -> None:
         self._core = engine_client.engine_core
 
-    async def send(self, message: Mapping[str, Any]) -> Reply:
-        """One message to every EngineCore that this server feeds; their answers as one."""
-        replies = await self._core.call_utility_all_async(CALL, dict(message))
+    async def send(self, command: Command) -> Reply:
+        """One command to every EngineCore that this server feeds; their answers as one.
+
+        Several engines rehearse a change before any of them makes it, so that one refusal leaves all as they were.
+        """
+        if isinstance(command, Set) and len(self._core.core_engines) > 1:
+            rehearsal = await self._call(attrs.evolve(command, rehearse=True))
+            if rehearsal.error:
+                return rehearsal
+        return await self._call(command)
+
+    async def _call(self, command: Command) -> Reply:
+        replies = await self._core.call_utility_all_async(CALL, encode(command))
         return merge([Reply(**reply) for reply in replies])
 
 
@@ -48,13 +59,13 @@ class ControlEndpoint:
 
     def attach_router(self, app: FastAPI) -> None:
         async def status(request: Request) -> JSONResponse:
-            return await self._answer(request, encode(Status()))
+            return await self._answer(request, Status())
 
         async def config(request: Request) -> JSONResponse:
-            return await self._answer(request, encode(Config()))
+            return await self._answer(request, Config())
 
         async def plugins(request: Request) -> JSONResponse:
-            return await self._answer(request, encode(Plugins()))
+            return await self._answer(request, Plugins())
 
         async def change(request: Request) -> JSONResponse:
             try:
@@ -64,7 +75,7 @@ class ControlEndpoint:
                     raise TypeError
             except (ValueError, KeyError, TypeError):
                 return JSONResponse({"error": 'send {"set": {"kv_cache.memory_ratio": 0.1, ...}}'}, 400)
-            return await self._answer(request, encode(Set(values=values)))
+            return await self._answer(request, Set(values=values))
 
         for path, handler, method in (
             ("status", status, "GET"),
@@ -93,12 +104,12 @@ class ControlEndpoint:
         self._reporter = Reporter(engine_client, line, passport.spec)
         self._reporter.start(asyncio.get_running_loop())
 
-    async def _answer(self, request: Request, message: Mapping[str, Any]) -> JSONResponse:
+    async def _answer(self, request: Request, command: Command) -> JSONResponse:
         if self._line is None:
             return JSONResponse({"error": "the bridge is off: start the server with --plugin chunkllm"}, 503)
         if not token.admits(request.headers.get("authorization"), self._tokens):
             return JSONResponse({"error": "control needs the server's token: Authorization: Bearer ..."}, 401)
-        reply = await self._line.send(message)
+        reply = await self._line.send(command)
         body = {**reply.data, "error": reply.error} if reply.error else reply.data
         return JSONResponse(body, reply.status)
 
@@ -106,17 +117,19 @@ class ControlEndpoint:
 async def shake_hands(line: Line, passport: Passport) -> None:
     """Every EngineCore and worker must have attached the same bridge. Raises `IncompatibleError`."""
     try:
-        reply = await line.send(encode(Status()))
+        reply = await line.send(Status())
     except Exception as error:  # an EngineCore without the bridge has no such call; vLLM wraps what it raises
         raise IncompatibleError("the bridge in the EngineCore process", [f"it does not answer: {error}"]) from error
     check_handshake(reply.data, passport)
 
 
 def check_handshake(status: Mapping[str, Any], passport: Passport) -> None:
-    reasons = [
-        f"{place['role']} of rank {place['rank']} has fingerprint {place['fingerprint']}, not {passport.fingerprint}"
-        for place in [*status.get("workers", []), {**status, "role": "EngineCore", "rank": 0}]
-        if place.get("fingerprint") != passport.fingerprint
-    ]
+    """Compare every EngineCore and worker in a status with the passport. Raises `IncompatibleError` naming each."""
+    reasons = []
+    for number, engine in enumerate(status.get("engines", [status])):
+        for place in [{**engine, "role": "EngineCore", "rank": number}, *engine["workers"]]:
+            if (found := place.get("fingerprint")) != passport.fingerprint:
+                where = f"engine {number}: {place['role']} of rank {place['rank']}"
+                reasons.append(f"{where} has fingerprint {found}, where it was launched {passport.fingerprint}")
     if reasons:
         raise IncompatibleError("the bridge", reasons)

@@ -205,12 +205,18 @@ def wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., Any
             file = wish.pop("plugin_config", None)
             passport = resolve(Path(file) if file else None, list(wish_sets(wish)))
             self.additional_config = {**given, KEY: passport.to_wire()}
-            open_control(os.environ)
+            if not is_offline(*args, **kwargs):
+                open_control(os.environ)
         config = original(self, *args, **kwargs)
         activate(config)
         return config
 
     return create_engine_config
+
+
+def is_offline(usage_context: Any = None, *args: Any, **kwargs: Any) -> bool:
+    """Whether the `LLM` class starts this engine: no HTTP server, so no routes to open."""
+    return getattr(usage_context, "name", "") == "LLM_CLASS"
 
 
 def activate(config: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Protocol
 
-from chunkllm_bridge.common.control import Reply, Status, encode
+from chunkllm_bridge.common.control import Command, Reply, Status
 from chunkllm_bridge.common.latency import Alarm, LatencySketch
 from chunkllm_bridge.common.log import get_logger
 from chunkllm_bridge.common.metrics import Exporter, Sample, samples
@@ -18,7 +18,7 @@ INTERVAL = 1.0
 
 
 class Sender(Protocol):
-    async def send(self, message: dict[str, Any]) -> Reply: ...
+    async def send(self, command: Command) -> Reply: ...
 
 
 class Reporter:
@@ -53,7 +53,7 @@ class Reporter:
             await asyncio.sleep(INTERVAL)
 
     async def _report(self) -> None:
-        reply = await self._line.send(encode(Status(workers=False)))
+        reply = await self._line.send(Status(workers=False))
         self._alarm.level = reply.data["alarms"]["latency_p99"]  # can be set while serving
         self._exporter.publish(self._latency_samples(), "0")
         if self._first:

@@ -20,7 +20,7 @@ def tiny_quota() -> type[Plugin]:
         sys.path.append(folder)
     from tiny_quota import TinyQuota
 
-    return TinyQuota  # type: ignore[no-any-return]
+    return TinyQuota
 
 
 @pytest.mark.parametrize("check", checks(PagedKV, settings={"kv_cache.memory_ratio": 0.125}), ids=str)
