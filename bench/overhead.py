@@ -120,7 +120,9 @@ class Contest:
                 pair, others = self.pair(streams, stock_first=number % 2 == 0)
                 quiet = others <= DISTURBED
                 words = f"stock {pair.baseline:7.2f}  bridge {pair.candidate:7.2f} tokens/s  ratio {pair.ratio:.4f}"
-                console.print(f"  {streams} stream(s): {words}{'' if quiet else f'  left out: {others:.2f} cores busy'}")
+                console.print(
+                    f"  {streams} stream(s): {words}{'' if quiet else f'  left out: {others:.2f} cores busy'}"
+                )
                 if quiet:
                     taken.append(pair)
                 disturbed += not quiet

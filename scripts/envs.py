@@ -105,11 +105,8 @@ def build_upper(engine: str) -> Path:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(upper)], check=True)
     (site_packages(upper) / "chunkllm_lower.pth").write_text(f"{site_packages(lower)}\n")
     python = upper / "bin" / "python"
-    subprocess.run(
-        [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
-        + ["--no-build-isolation", "--editable", str(ROOT)],
-        check=True,
-    )
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    subprocess.run([*pip, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)], check=True)
     if engine == "vllm":
         script = upper / "bin" / "vllm"
         script.write_text(

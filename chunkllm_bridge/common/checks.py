@@ -39,7 +39,10 @@ Values = Mapping[str, Value]
 class Catalogue(Protocol):
     """The plugins that can be named."""
 
+    @property
+    def refused(self) -> Mapping[str, str]: ...  # installed, but cannot be named: name -> why
     def names(self) -> Sequence[str]: ...
+    def needs_accelerator(self, name: str) -> bool: ...
     def seams(self, name: str) -> frozenset[str]: ...
     def config_class(self, name: str) -> type: ...
 
@@ -119,6 +122,8 @@ def _unknown(given: Given, catalogue: Catalogue) -> Problem | None:
         if len(keys) == 1 or keys[1] in names:
             return None
         whole = attrs.evolve(whole, keys=keys[:2])
+        if why := catalogue.refused.get(keys[1]):
+            return _problem(whole, f"installed, but {why}")
         found = close(keys[1], names)
         return _problem(whole, f"unknown plugin ({_known(names)})", f"plugins.{found}" if found else None)
     if parameter_of(keys):
@@ -207,8 +212,9 @@ def clashes(values: Values, hardware: Hardware, catalogue: Catalogue) -> Iterato
         if parameter and parameter.key == "plugin.fp8" and value.value and not can_fp8:
             reason = f"there is no FP8 path on this device ({hardware.name})"
             yield Problem(key=key, value=True, reason=reason, where=str(value.source))
-    yield from _over_committed(values)
-    for name in active(values):
+    used = [name for name in active(values) if not _is_off(values, name, catalogue)]
+    yield from _over_committed(values, used)
+    for name in used:
         yield from _config_mistakes(values, name, catalogue)
 
 
@@ -219,9 +225,13 @@ def _above_forced(key: str, value: Value, parameter: Parameter, profile: Profile
         yield Problem(key=key, value=shown, reason=reason, where=str(value.source), nearest=str(limit))
 
 
-def _over_committed(values: Values) -> Iterator[Problem]:
+def _is_off(values: Values, name: str, catalogue: Catalogue) -> bool:
+    """Whether the operator switched this plugin off; it is not imported then, so its own settings go unread."""
     off = values["plugin.disable"].value
-    names = [name for name in active(values) if off != "everything" and (off == "all" or name not in off)]
+    return bool(off == "everything" or (catalogue.needs_accelerator(name) if off == "all" else name in off))
+
+
+def _over_committed(values: Values, names: Sequence[str]) -> Iterator[Problem]:
     wanted = {name: for_plugin(values, name, "memory_ratio") for name in names}
     shares = {"kv_cache": values["kv_cache.memory_ratio"], **wanted}
     numbers = {name: value.value for name, value in shares.items() if isinstance(value.value, float)}

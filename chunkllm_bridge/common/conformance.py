@@ -24,8 +24,9 @@ from chunkllm_bridge.common.abi import (
 )
 from chunkllm_bridge.common.facts import read_facts
 from chunkllm_bridge.common.fake_steps import ODD_STEPS
-from chunkllm_bridge.common.host import VERBS, config_for
+from chunkllm_bridge.common.generations import VERBS
 from chunkllm_bridge.common.quota import Ledger
+from chunkllm_bridge.common.seating import config_for
 from chunkllm_bridge.common.testing import FakeBridge, FakeCatalogue, FakeEngine, attach, entry_point, spec_for
 
 

@@ -14,7 +14,8 @@ import attrs
 import cattrs
 
 from chunkllm_bridge.common.errors import BridgeError, ConfigError, ControlError
-from chunkllm_bridge.common.host import Host, Pending
+from chunkllm_bridge.common.generations import Pending
+from chunkllm_bridge.common.host import Host
 from chunkllm_bridge.common.log import get_logger
 from chunkllm_bridge.common.snapshots import Snapshots
 from chunkllm_bridge.common.spec import Spec

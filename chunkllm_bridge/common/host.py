@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,176 +11,31 @@ from typing import Any
 
 import attrs
 
-from chunkllm_bridge import __version__
-from chunkllm_bridge.common import abi
 from chunkllm_bridge.common.abi import (
+    PLAN_TYPES,
     BatchingPlan,
     BatchingStep,
     BlocksPlan,
     BlocksStep,
     EngineInfo,
+    Memory,
     Outcome,
     Plan,
     Plugin,
-    PluginSpec,
     Preparation,
     Seam,
     Step,
 )
-from chunkllm_bridge.common.configs import build
-from chunkllm_bridge.common.errors import BridgeError, IncompatibleError
+from chunkllm_bridge.common.errors import IncompatibleError
+from chunkllm_bridge.common.generations import VERBS, Generation, Pending
 from chunkllm_bridge.common.guard import Guard, Limits
 from chunkllm_bridge.common.log import get_logger
 from chunkllm_bridge.common.quota import Ledger
 from chunkllm_bridge.common.registry import Registry
+from chunkllm_bridge.common.seating import check, config_for, disabled, fingerprint, wanted
 from chunkllm_bridge.common.spec import Spec
 
 log = get_logger("host")
-
-BUILT_IN = ("paged_kv", "batch_window")
-"""Plugins that are always seated; without settings of theirs they plan nothing."""
-
-VERBS: Mapping[Seam, str] = {seam: f"plan_{seam.value}" for seam in Seam}
-
-
-@attrs.define(kw_only=True, eq=False)
-class Generation:
-    """One loaded version of a plugin: code, config and state. Two of one plugin can be alive at once."""
-
-    number: int
-    facts: PluginSpec
-    plugin: Plugin
-    config: object
-    guard: Guard
-    priority: int
-    verbs: dict[Seam, Callable[[Any], Plan | None]]
-    leases: list[abi.Memory] = attrs.field(factory=list)
-    closed: bool = False
-
-    @property
-    def name(self) -> str:
-        return self.facts.name
-
-    @property
-    def state(self) -> str:
-        """ "active" only once it was called on the step path: loaded is not active."""
-        if self.guard.tripped:
-            return "tripped"
-        return "active" if any(self.guard.tally.calls[VERBS[seam]] for seam in self.verbs) else "seated"
-
-    def close(self) -> None:
-        if self.closed:
-            return
-        self.closed = True
-        self.guard.call("close", self.plugin.close, None)
-        for lease in self.leases:
-            lease.close()
-
-    def report(self) -> dict[str, Any]:
-        tally = self.guard.tally
-        return {
-            "name": self.name,
-            "version": self.facts.version,
-            "priority": self.priority,
-            "generation": self.number,
-            "seams": sorted(seam.value for seam in self.verbs),
-            "state": self.state,
-            "calls": dict(tally.calls),
-            "failures": dict(tally.failures),
-            "skipped": tally.skipped,
-            "seconds": round(tally.seconds, 6),
-            "last_failure": tally.last_failure,
-            "memory_bytes": sum(lease.units for lease in self.leases),
-        }
-
-
-@attrs.frozen(kw_only=True)
-class Pending:
-    """New generations, prepared beside the ones in their seats; `Host.commit` or `Host.abandon` ends it."""
-
-    spec: Spec
-    fresh: Mapping[str, Generation]
-
-
-def disabled(spec: Spec, registry: Registry, info: EngineInfo) -> dict[str, str]:
-    """Plugins that the operator switched off, each with the reason."""
-    off = spec["plugin.disable"]
-    reasons = {}
-    for name in wanted(spec):
-        if off == "everything":
-            reasons[name] = "plugin.disable = everything"
-        elif off == "all":
-            with contextlib.suppress(BridgeError):  # what cannot be read is not off: `check` says why it is refused
-                if registry.facts(name).needs_accelerator:
-                    none = ": it needs an accelerator and there is none" if info.device == "cpu" else ""
-                    reasons[name] = f"plugin.disable = all{none}"
-        elif name in off:
-            reasons[name] = "plugin.disable names it"
-    return reasons
-
-
-def wanted(spec: Spec) -> Sequence[str]:
-    return [*BUILT_IN, *(name for name in spec.active if name not in BUILT_IN)]
-
-
-def check(spec: Spec, registry: Registry, info: EngineInfo) -> list[str]:
-    """Every reason why these plugins cannot run on this engine together. No effects, no plugin code runs."""
-    reasons: list[str] = []
-    seats: dict[Seam, list[PluginSpec]] = {}
-    off = disabled(spec, registry, info)
-    for name in wanted(spec):
-        if name in off:
-            continue
-        try:
-            facts = registry.facts(name)
-        except BridgeError as error:
-            reasons.append(str(error))
-            continue
-        reasons += [f"{name} {facts.version}: {reason}" for reason in facts.incompatibilities()]
-        if missing := sorted(facts.requires - info.capabilities):
-            offered = ", ".join(sorted(info.capabilities))
-            lacks = ", ".join(missing)
-            reasons.append(f"{name}: requires {lacks}; {info.engine} {info.version} offers {offered}")
-        if facts.needs_accelerator and info.device == "cpu":
-            reasons.append(f"{name}: needs an accelerator and there is none (plugin.disable = 'all' leaves it out)")
-        for seam in facts.seams:
-            seats.setdefault(seam, []).append(facts)
-            if f"seam.{seam.value}" not in info.capabilities:
-                reasons.append(f"{name}: {info.engine} {info.version} offers no seam {seam.value} yet")
-    for seam, holders in seats.items():
-        claim = next((facts for facts in holders if facts.exclusive), None)
-        if len(holders) > 1 and (claim is not None or f"exclusive.{seam.value}" in info.capabilities):
-            names = " and ".join(sorted(facts.name for facts in holders))
-            why = f"{claim.name} wants it alone" if claim else f"{info.engine} offers it only once"
-            reasons.append(f"seam {seam.value} is claimed by {names}, and {why}: disable all but one")
-    return reasons
-
-
-def fingerprint(spec: Spec, registry: Registry) -> str:
-    """What every process of one engine must agree on: bridge, ABI, plugins with their versions, config."""
-    parts = [__version__, str(abi.ABI), abi.SURFACE, spec.config_hash()]
-    parts += [f"{name} {registry.version(name)} {registry.source(name)}" for name in wanted(spec)]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
-
-
-def config_for(spec: Spec, registry: Registry, name: str) -> object:
-    """A plugin's typed config: its own keys, and the parameters that its fields are bound to.
-
-    A field is bound with `attrs.field(metadata={"parameter": "kv_cache.memory_ratio"})`; an own key beats it. Raises
-    `IncompatibleError` where the Config, which is the author's code, refuses.
-    """
-    cls = registry.config_class(name)
-    own = spec.plugin_config(name)
-    bound = {}
-    for field in attrs.fields(cls):
-        parameter = field.metadata.get("parameter")
-        if parameter is not None and (field.alias or field.name) not in own:
-            group, _, key = parameter.partition(".")
-            bound[field.alias or field.name] = spec.for_plugin(name, key) if group == "plugin" else spec[parameter]
-    try:
-        return build(cls, {**own, **bound})
-    except Exception as error:
-        raise IncompatibleError(name, [f"its Config refuses {own | bound}: {error}"]) from error
 
 
 class Host:
@@ -275,7 +129,7 @@ class Host:
         share = spec.for_plugin(name, "memory_ratio")
         self.memory.set_limit(None if share is None else int(share * self.info.device_memory), owner=name)
 
-        def lease_memory(nbytes: int) -> abi.Memory | None:
+        def lease_memory(nbytes: int) -> Memory | None:
             lease = None if generation.closed else self.memory.lease(name, nbytes)
             if lease is not None:
                 generation.leases.append(lease)
@@ -329,7 +183,7 @@ class Host:
 
     def ask(self, seam: Seam, step: Step) -> Iterator[tuple[Generation, Plan | None, bool]]:
         """Each seated plugin's (generation, plan, failed), highest priority first, within the step's budget."""
-        verb, kind = VERBS[seam], abi.PLAN_TYPES[seam]
+        verb, kind = VERBS[seam], PLAN_TYPES[seam]
         started = self._clock()
         for generation in self._seats[seam]:
             guard = generation.guard

@@ -24,17 +24,17 @@ class Registry:
 
     def __init__(self, found: Iterable[EntryPoint], allow: frozenset[str] | None = None) -> None:
         self._points: dict[str, EntryPoint] = {}
-        self.refused: dict[str, str] = {}  # name -> why it cannot be named
+        self.refused: dict[str, str] = {}  # installed, but cannot be named: name -> why
         for point in found:
             if allow is not None and point.name not in allow and not point.value.startswith(BUILT_IN):
                 self.refused[point.name] = f"not in {ALLOW}"
                 continue
             other = self._points.setdefault(point.name, point)
             if other.value != point.value:
-                raise IncompatibleError(
-                    point.name,
-                    [f"two distributions register it: {describe(other)} and {describe(point)}; uninstall one"],
-                )
+                twice = f"registered by two distributions, {describe(other)} and {describe(point)}; uninstall one"
+                self.refused[point.name] = twice
+        for name in self.refused:
+            self._points.pop(name, None)
         self._facts: dict[str, PluginSpec] = {}
         self._classes: dict[str, type[Plugin]] = {}
 
@@ -56,6 +56,13 @@ class Registry:
 
     def seams(self, name: str) -> frozenset[str]:
         return frozenset(seam.value for seam in self.facts(name).seams)
+
+    def needs_accelerator(self, name: str) -> bool:
+        """Whether it says so; one that cannot be read is taken to need none."""
+        try:
+            return self.facts(name).needs_accelerator
+        except IncompatibleError:
+            return False
 
     def config_class(self, name: str) -> type:
         return self.load(name).Config

@@ -13,8 +13,9 @@ import attrs
 from chunkllm_bridge.common.abi import EngineInfo, Seam
 from chunkllm_bridge.common.control import CoreDesk, Ports, RankDesk
 from chunkllm_bridge.common.errors import ControlError, IncompatibleError
-from chunkllm_bridge.common.host import Host, disabled
+from chunkllm_bridge.common.host import Host
 from chunkllm_bridge.common.log import get_logger
+from chunkllm_bridge.common.seating import disabled
 from chunkllm_bridge.common.snapshots import Snapshots
 from chunkllm_bridge.common.spec import Spec
 from chunkllm_bridge.patches import vllm as patches

@@ -145,7 +145,7 @@ class SchedulerBridge:
                 break  # a step in flight still writes there; it lands before the next call
             scheduler.running.remove(victim)
             scheduler._preempt_request(victim, time.monotonic(), drop_stale_output=True)
-            pass
+            scheduler.prev_step_scheduled_req_ids.discard(victim.request_id)
             self.quota.note_preempted(1)
 
     def _victim(self) -> Any:

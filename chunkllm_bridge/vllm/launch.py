@@ -18,9 +18,9 @@ import attrs
 
 from chunkllm_bridge.common import token
 from chunkllm_bridge.common.errors import BridgeError, ConfigError, IncompatibleError, Problem
-from chunkllm_bridge.common.host import check
 from chunkllm_bridge.common.log import get_logger
 from chunkllm_bridge.common.registry import Registry
+from chunkllm_bridge.common.seating import check
 from chunkllm_bridge.common.snapshots import Snapshots
 from chunkllm_bridge.common.spec import Spec
 from chunkllm_bridge.patches import Probe

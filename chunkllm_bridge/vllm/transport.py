@@ -10,8 +10,8 @@ from typing import Any
 import attrs
 
 from chunkllm_bridge.common.errors import BridgeError, IncompatibleError
-from chunkllm_bridge.common.host import fingerprint
 from chunkllm_bridge.common.registry import Registry
+from chunkllm_bridge.common.seating import fingerprint
 from chunkllm_bridge.common.spec import Spec
 
 KEY = "chunkllm"

@@ -24,7 +24,8 @@ from chunkllm_bridge import (
 )
 from chunkllm_bridge.common.errors import IncompatibleError
 from chunkllm_bridge.common.guard import MIN_CALLS
-from chunkllm_bridge.common.host import Host, fingerprint
+from chunkllm_bridge.common.host import Host
+from chunkllm_bridge.common.seating import fingerprint
 from chunkllm_bridge.common.testing import CAPABILITIES, CORE_SEAMS, FakeCatalogue, FakeEngine, spec_for
 
 Does = Callable[[Any], Any]
@@ -654,7 +655,7 @@ class TestReports:
     def test_fingerprints_agree_over_processes(self) -> None:
         """A process that is spawned hashes sets in another order. Case: vllm#18326."""
         script = (
-            "from chunkllm_bridge.common.host import fingerprint\n"
+            "from chunkllm_bridge.common.seating import fingerprint\n"
             "from chunkllm_bridge.common.testing import FakeCatalogue, FakeEngine, spec_for\n"
             "catalogue = FakeCatalogue()\n"
             "values = {'plugin.disable': ['paged_kv', 'batch_window'], 'kv_cache.memory_ratio': 0.25}\n"

@@ -8,6 +8,7 @@ import pickle
 import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import attrs
@@ -67,13 +68,18 @@ class BoundConfig:
 
 @attrs.frozen
 class Plugins:
-    """A catalogue of fakes; `broken` ones cannot be imported."""
+    """A catalogue of fakes; `broken` ones cannot be imported, `heavy` ones need an accelerator."""
 
     table: Mapping[str, tuple[frozenset[str], type]]
     broken: frozenset[str] = frozenset()
+    heavy: frozenset[str] = frozenset()
+    refused: Mapping[str, str] = MappingProxyType({})
 
     def names(self) -> Sequence[str]:
         return sorted({*self.table, *self.broken})
+
+    def needs_accelerator(self, name: str) -> bool:
+        return name in self.heavy
 
     def seams(self, name: str) -> frozenset[str]:
         self._import(name)
@@ -1141,3 +1147,26 @@ def test_manual_names_every_parameter() -> None:
             assert f"`{parameter.shows(parameter.default)}`" == row[2].strip()
     assert "`plugin.hot_reload`" in rows
     assert all(f"`{key}`" in page for key in EACH)
+
+
+@pytest.mark.parametrize("off", ["all", "everything", "gpu_only", ["gpu_only"]])
+def test_a_disabled_plugin_need_not_import(off: object):
+    """A plugin that is switched off refuses nothing, even where it cannot be imported."""
+    catalogue = attrs.evolve(BARE, broken=frozenset({"gpu_only"}), heavy=frozenset({"gpu_only"}))
+
+    spec = Spec.resolve(
+        file=None,
+        text=f"plugin.disable = {off!r}\n[plugins.gpu_only]\nsize = 3\n",
+        hardware=CPU,
+        catalogue=catalogue,
+    )
+
+    assert ("gpu_only",) == spec.active
+
+
+def test_an_installed_plugin_that_may_not_be_named_says_why():
+    """A plugin outside the allow-list is not called unknown."""
+    catalogue = attrs.evolve(BARE, refused={"mine": "not in CHUNKLLM_PLUGINS"})
+
+    with pytest.raises(ConfigError, match="mine: installed, but not in CHUNKLLM_PLUGINS"):
+        Spec.resolve(file=None, text="[plugins.mine]\n", hardware=CPU, catalogue=catalogue)
