@@ -9,12 +9,17 @@ from collections.abc import Callable
 from typing import Any
 
 from chunkllm_bridge.common.abi import BatchingStep, BlocksStep, Outcome, Seam
+from chunkllm_bridge.common.errors import IncompatibleError
 from chunkllm_bridge.common.host import Host
 from chunkllm_bridge.common.log import get_logger
 from chunkllm_bridge.common.quota import Counts, PoolQuota
 from chunkllm_bridge.patches import vllm as patches
 
 log = get_logger("vllm.blocks")
+
+
+NEEDED = ("kv_cache_manager", "requests", "running", "waiting", "add_request", "schedule", "_preempt_request")
+"""What a scheduler must have, whoever wrote it."""
 
 
 class SchedulerBridge:
@@ -28,6 +33,9 @@ class SchedulerBridge:
         arrivals_possible: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        if lacking := [name for name in NEEDED if not hasattr(scheduler, name)]:
+            kind = f"{type(scheduler).__module__}.{type(scheduler).__qualname__}"
+            raise IncompatibleError("the scheduler", [f"{kind} has no {', '.join(lacking)} (--scheduler-cls?)"])
         self.scheduler, self.host = scheduler, host
         self.pool = scheduler.kv_cache_manager.block_pool
         self.total = self.pool.num_gpu_blocks - 1  # without the null block, which is never a request's
