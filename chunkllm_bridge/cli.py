@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from chunkllm_bridge import __version__
@@ -41,16 +42,21 @@ def to_server(command: F) -> F:
 
 
 def show_json(data: object) -> None:
-    click.echo(json.dumps(data, indent=2))
+    click.echo(json.dumps(data, indent=2, default=str))  # TOML has dates
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    grid = Table(title=title, title_justify="left", header_style="bold")
+    grid = Table(title=escape(title), title_justify="left", header_style="bold")
     for column in columns:
         grid.add_column(column, overflow="fold")
     for row in rows:
-        grid.add_row(*map(str, row))
+        grid.add_row(*(escape(str(cell)) for cell in row))  # [/tmp] is no closing tag
     out.print(grid)
+
+
+def warn(texts: Sequence[str], kind: str = "warning") -> None:
+    for text in texts:
+        err.print(f"[yellow]{kind}:[/] {escape(text)}")
 
 
 @click.group()
@@ -95,8 +101,7 @@ def status(url: str, token: str | None, as_json: bool) -> None:
         ("name", "version", "priority", "generation", "state", "calls", "failures", "last failure"),
         [plugin_row(plugin) for plugin in data["plugins"]],
     )
-    for warning in data["warnings"]:
-        err.print(f"[yellow]warning:[/] {warning}")
+    warn(data["warnings"])
 
 
 def plugin_row(plugin: Mapping[str, Any]) -> tuple[object, ...]:
@@ -112,13 +117,17 @@ def plugin_row(plugin: Mapping[str, Any]) -> tuple[object, ...]:
 @to_server
 def set_(assignments: tuple[str, ...], url: str, token: str | None, as_json: bool) -> None:
     """Change parameters while the server runs, on all ranks or on none."""
-    values = dict(map(assignment, assignments))
+    values: dict[str, object] = {}
+    for key, value in map(assignment, assignments):
+        if key in values:
+            raise ConfigError([Problem(key=key, value=value, reason="given twice", where="command line")])
+        values[key] = value
     data = Client(url, token).set(values)
     if as_json:
         show_json(data)
         return
     for key, change in data["changed"].items():
-        out.print(f"{key}: {change['before']} -> {change['after']}")
+        out.print(f"{key}: {change['before']} -> {change['after']}", markup=False, highlight=False, soft_wrap=True)
     kv = data["kv"]
     out.print(f"generation {data['generation']}; KV limit {kv['limit']} of {kv['total']} blocks, {kv['held']} held")
 
@@ -172,9 +181,8 @@ def config_check(file: Path | None, sets: tuple[str, ...], as_json: bool) -> Non
     if as_json:
         show_json({"ok": True, "profile": spec.profile, "warnings": list(spec.warnings)})
         return
-    for warning in spec.warnings:
-        err.print(f"[yellow]warning:[/] {warning}")
-    out.print(f"{file or 'the defaults'}: right for this machine (profile {spec.profile})")
+    warn(spec.warnings)
+    out.print(f"{file or 'the defaults'}: right for this machine (profile {spec.profile})", markup=False)
 
 
 @cli.group(invoke_without_command=True)
@@ -236,8 +244,7 @@ def doctor(engine: str | None, as_json: bool) -> None:
             rows = [(seam["target"], seam["status"], seam["capability"], seam["detail"]) for seam in report["seams"]]
             tested = "tested" if report["tested"] else f"untested; tested: {', '.join(report['versions'])}"
             table(f"{report['engine']} {report['version']} ({tested})", ("seam", "status", "for", "what differs"), rows)
-            for note in report["notes"]:
-                err.print(f"[yellow]note:[/] {note}")
+            warn(report["notes"], "note")
     sys.exit(0 if all(report["healthy"] for report in reports) else 1)
 
 
@@ -249,7 +256,10 @@ def main() -> None:
     except click.exceptions.Exit as stop:
         sys.exit(stop.exit_code)
     except click.ClickException as error:
-        error.show()
+        if "--json" in arguments:
+            show_json({"ok": False, "error": error.format_message(), "problems": []})
+        else:
+            error.show()
         sys.exit(2)
     except click.Abort:
         sys.exit(130)

@@ -67,6 +67,8 @@ class Stream:
                 self.stalled_since = time.monotonic()
                 if self.tokens >= CUT_AT:
                     self.far_enough.set()
+            if not self.ended:
+                raise ServerError(f"the stream {self.prompt!r} broke off after {self.tokens} tokens")
         finally:
             self.far_enough.set()
 

@@ -22,6 +22,10 @@ ABI: tuple[int, int] = (1, 0)
 """(major, minor). A plugin's major must equal the host's and its minor must not be newer."""
 
 
+LONGEST_HOLD = 60.0
+"""Seconds; no plan may hold a request so long."""
+
+
 class Seam(enum.Enum):
     """A place in an engine where plugins may plan."""
 
@@ -193,7 +197,9 @@ class BlocksPlan:
 class BatchingPlan:
     """Hold new prefills until the oldest of them has waited so long (seconds). Decodes are never held."""
 
-    hold_until: float = attrs.field(converter=float, validator=[attrs.validators.ge(0), attrs.validators.lt(60)])
+    hold_until: float = attrs.field(
+        converter=float, validator=[attrs.validators.ge(0.0), attrs.validators.lt(LONGEST_HOLD)]
+    )
 
 
 @attrs.frozen(kw_only=True)

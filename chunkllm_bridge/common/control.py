@@ -233,9 +233,11 @@ class CoreDesk:
             self.ports.ranks("abandon")
             self.host.abandon(pending)
             return {"changed": changed, "generation": self.host.generation, "kv": self.ports.pool()}
-        self.ports.ranks("commit")
+        behind = [f"rank {r.get('rank')}: {r.get('error')}" for r in self.ports.ranks("commit") if not r["ok"]]
         self.host.commit(pending)
         self.ports.committed()
+        if behind:  # it was prepared there, so this is a bug; what was decided stands here and is not to be a snapshot
+            raise ControlError("\n".join(["changed, but not everywhere; restart the engine:", *behind]), 500)
         if self.snapshots is not None:
             self.snapshots.save(spec)
         log.info("control.set", generation=self.host.generation, changed=changed)

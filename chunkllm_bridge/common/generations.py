@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
 
-from chunkllm_bridge.common.abi import Memory, Plan, Plugin, PluginSpec, Seam
+from chunkllm_bridge.common.abi import Outcome, Plan, Plugin, PluginSpec, Seam
 from chunkllm_bridge.common.guard import Guard
+from chunkllm_bridge.common.quota import Lease, Ledger
 from chunkllm_bridge.common.spec import Spec
 
 VERBS: Mapping[Seam, str] = {seam: f"plan_{seam.value}" for seam in Seam}
@@ -25,8 +27,10 @@ class Generation:
     guard: Guard
     priority: int
     verbs: dict[Seam, Callable[[Any], Plan | None]]
-    leases: list[Memory] = attrs.field(factory=list)
+    settle: Callable[[Outcome], None] | None  # None: it does not want to hear how a step went
+    leases: list[Lease] = attrs.field(factory=list)
     closed: bool = False
+    _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)  # a plugin may lease in threads of its own
 
     @property
     def name(self) -> str:
@@ -39,11 +43,20 @@ class Generation:
             return "tripped"
         return "active" if any(self.guard.tally.calls[VERBS[seam]] for seam in self.verbs) else "seated"
 
+    def lease(self, ledger: Ledger, units: int) -> Lease | None:
+        """Set memory aside until the plugin gives it back or this generation is closed. None: there is not so much."""
+        with self._lock:
+            lease = None if self.closed else ledger.lease(self.name, units)
+            if lease is not None:
+                self.leases = [*(old for old in self.leases if not old.closed), lease]
+            return lease
+
     def close(self) -> None:
-        if self.closed:
-            return
-        self.closed = True
-        self.guard.call("close", self.plugin.close, None)
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+        self.guard.call("close", lambda: self.plugin.close(), None)  # a lookup can fail as a call can
         for lease in self.leases:
             lease.close()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import time
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -23,8 +25,25 @@ T = TypeVar("T")
 
 
 def ends_process(error: BaseException) -> bool:
-    """Ctrl-C, or the bare SystemExit with which an engine's signal handler shuts its process down: not the plugin's."""
-    return isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code is None)
+    """Whether a signal raised it while plugin code ran: Ctrl-C, or an engine's handler that shuts its process down.
+
+    A plugin's own `sys.exit()` is none: a handler that raised stands in the traceback.
+    """
+    if not isinstance(error, KeyboardInterrupt | SystemExit):
+        return False
+    if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        return True  # that one leaves no frame
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    codes = {getattr(getattr(handler, "__func__", handler), "__code__", None) for handler in handlers} - {None}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def told(error: BaseException) -> str:
+    """What it says; only its kind where even that fails."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # a plugin's own exception: its __str__ is plugin code too
+        return type(error).__name__
 
 
 @attrs.define(kw_only=True)
@@ -88,14 +107,14 @@ class Guard:
             if ends_process(error):
                 raise
             tally.seconds += self._clock() - started
-            self.fail("exception", f"{verb}: {type(error).__name__}: {error}", error)
+            self.fail("exception", f"{verb}: {told(error)}", error)
             return None
         elapsed = self._clock() - started
         tally.seconds += elapsed
         if elapsed > self.limits.deadline:
             self.fail("deadline", f"{verb}: took {elapsed * 1e3:.1f} ms of {self.limits.deadline * 1e3:.1f} ms")
             return None
-        if answer is not None and not isinstance(answer, kind):
+        if answer is not None and type(answer) is not kind:  # no subclass: its fields would be plugin code
             self.fail("malformed", f"{verb}: answered {type(answer).__name__}, not {kind.__name__} or None")
             return None
         tally.recent.append(False)
@@ -110,7 +129,7 @@ class Guard:
         except BaseException as error:  # as above
             if ends_process(error):
                 raise
-            self.fail("exception", f"{verb}: {type(error).__name__}: {error}", error)
+            self.fail("exception", f"{verb}: {told(error)}", error)
             return default, error
         finally:
             self.tally.seconds += self._clock() - started

@@ -28,7 +28,7 @@ from chunkllm_bridge.common.abi import (
 )
 from chunkllm_bridge.common.errors import IncompatibleError
 from chunkllm_bridge.common.generations import VERBS, Generation, Pending
-from chunkllm_bridge.common.guard import Guard, Limits
+from chunkllm_bridge.common.guard import Guard, Limits, told
 from chunkllm_bridge.common.log import get_logger
 from chunkllm_bridge.common.quota import Ledger
 from chunkllm_bridge.common.registry import Registry
@@ -102,25 +102,32 @@ class Host:
             clock=self._clock,
             on_trip=lambda reason: self._forget_limit(name),
         )
-        plugin, error = guard.call("init", lambda: cls(config), None)
-        if plugin is None:
-            raise IncompatibleError(name, [f"its constructor raised {type(error).__name__}: {error}"]) from error
-        return Generation(
-            number=number,
-            facts=facts,
-            plugin=plugin,
-            config=config,
-            guard=guard,
-            priority=spec.for_plugin(name, "priority"),
-            verbs={seam: getattr(plugin, VERBS[seam]) for seam in facts.seams & self._here},
-        )
+
+        def make() -> Generation:
+            plugin = cls(config)
+            return Generation(  # its verbs are looked up here and now: a lookup is plugin code too
+                number=number,
+                facts=facts,
+                plugin=plugin,
+                config=config,
+                guard=guard,
+                priority=spec.for_plugin(name, "priority"),
+                verbs={seam: getattr(plugin, VERBS[seam]) for seam in facts.seams & self._here},
+                settle=None if type(plugin).settle is Plugin.settle else plugin.settle,
+            )
+
+        generation, error = guard.call("init", make, None)
+        if generation is None:
+            why = "made nothing" if error is None else f"raised {told(error)}"
+            raise IncompatibleError(name, [f"its constructor {why}"]) from error
+        return generation
 
     def _check(self, generation: Generation) -> None:
         plugin, guard = generation.plugin, generation.guard
         none: list[str] = []
         reasons, error = guard.call("check", lambda: [str(reason) for reason in plugin.check(self.info)], none)
         if error is not None:
-            raise IncompatibleError(generation.name, [f"its check raised {type(error).__name__}: {error}"]) from error
+            raise IncompatibleError(generation.name, [f"its check raised {told(error)}"]) from error
         if reasons:
             raise IncompatibleError(generation.name, reasons)
 
@@ -130,25 +137,22 @@ class Host:
         self.memory.set_limit(None if share is None else int(share * self.info.device_memory), owner=name)
 
         def lease_memory(nbytes: int) -> Memory | None:
-            lease = None if generation.closed else self.memory.lease(name, nbytes)
-            if lease is not None:
-                generation.leases.append(lease)
-            return lease
+            return generation.lease(self.memory, nbytes)
 
         preparation = Preparation(info=self.info, generation=generation.number, lease_memory=lease_memory)
         _, error = guard.call("prepare", lambda: plugin.prepare(preparation), None)
         if error is None and before is not None:
             nothing: Mapping[str, Any] = {}
-            state, error = guard.call("snapshot", before.plugin.snapshot, nothing)
+            state, error = guard.call("snapshot", lambda: before.plugin.snapshot(), nothing)
             if error is None:
                 _, error = guard.call("migrate", lambda: plugin.migrate(state), None)
         if error is not None:
-            raise IncompatibleError(name, [f"preparing it raised {type(error).__name__}: {error}"]) from error
+            raise IncompatibleError(name, [f"preparing it raised {told(error)}"]) from error
 
     def prepare(self, spec: Spec) -> Pending:
         """Build what a changed spec asks for, beside what is seated. Heavy work; the seats do not change."""
         configs = {name: config_for(spec, self.registry, name) for name in self._seated}
-        changed = [name for name, seated in self._seated.items() if configs[name] != seated.config]
+        changed = [name for name, seated in self._seated.items() if differ(configs[name], seated.config)]
         return Pending(spec=spec, fresh=self._build(spec, changed, self.generation + 1, before=self._seated))
 
     def commit(self, pending: Pending) -> None:
@@ -173,7 +177,7 @@ class Host:
         ranked = sorted(self._seated.values(), key=lambda generation: (-generation.priority, generation.name))
         self._seats = {seam: [gen for gen in ranked if seam in gen.verbs] for seam in Seam}
         self._settlers = {
-            seam: [gen for gen in seats if type(gen.plugin).settle is not Plugin.settle]
+            seam: [(gen.guard, gen.settle) for gen in seats if gen.settle is not None]
             for seam, seats in self._seats.items()
         }
         windows = [self.spec.for_plugin(gen.name, "batch_window") or 0.0 for gen in self._seats[Seam.BATCHING]]
@@ -235,8 +239,8 @@ class Host:
 
     def settle(self, seam: Seam, outcome: Outcome) -> None:
         """Tell the seam's plugins how the step went."""
-        for generation in self._settlers[seam]:
-            generation.guard.plan("settle", generation.plugin.settle, outcome, NoneType)
+        for guard, settle in self._settlers[seam]:
+            guard.plan("settle", settle, outcome, NoneType)
 
     # ---- for people ----
 
@@ -265,3 +269,11 @@ class Host:
         self._seated.clear()
         self._limits.clear()
         self._order()
+
+
+def differ(new: object, old: object) -> bool:
+    """Whether a changed spec gives a plugin another config; one that cannot be compared counts as another."""
+    try:
+        return bool(new != old)
+    except Exception:  # a Config is plugin code
+        return True

@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 
 from chunkllm_bridge.common import values
+from chunkllm_bridge.common.abi import LONGEST_HOLD
 from chunkllm_bridge.common.profiles import PROFILES
 from chunkllm_bridge.common.values import Reader, Wrong
 
@@ -76,7 +77,7 @@ _TABLE = (
     Parameter(
         key="plugin.batch_window",
         default=None,
-        reads=values.span("ms", off=True),
+        reads=values.span("ms", off=True, below=LONGEST_HOLD),
         shows=values.show_span,
         live=True,
         advised=0.015,

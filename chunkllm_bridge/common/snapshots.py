@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import tempfile
@@ -18,8 +19,14 @@ KEEP = 16
 
 
 def state_home() -> Path:
-    """The user's own state folder, where no spec file says otherwise: $XDG_STATE_HOME/chunkllm."""
-    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "chunkllm"
+    """The user's own state folder, where no spec file says otherwise: $XDG_STATE_HOME/chunkllm.
+
+    Raises OSError for a user without a home, as a container's made-up one can be.
+    """
+    try:
+        return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "chunkllm"
+    except RuntimeError as error:
+        raise FileNotFoundError(errno.ENOENT, f"{error} Set XDG_STATE_HOME") from None
 
 
 class Snapshots:
@@ -32,8 +39,8 @@ class Snapshots:
     def of(cls, spec: Spec) -> Snapshots:
         """The folder that `rollback.config` names. Raises `ConfigError` when it cannot be written."""
         given = spec["rollback.config"]
-        folder = Path(given) if given is not None else state_home() / "snapshots"
         try:
+            folder = Path(given) if given is not None else state_home() / "snapshots"
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
                 pass
@@ -41,7 +48,7 @@ class Snapshots:
             source = str(spec.value("rollback.config").source)
             reason = f"cannot be written: {error.strerror}"
             raise ConfigError(
-                [Problem(key="rollback.config", value=str(folder), reason=reason, where=source)]
+                [Problem(key="rollback.config", value=given and str(given), reason=reason, where=source)]
             ) from None
         return cls(folder)
 

@@ -22,6 +22,7 @@ from chunkllm_bridge.common.written import Source, read_file, read_mapping, read
 __all__ = ["Catalogue", "Source", "Spec", "Value", "live_keys"]
 
 SCHEMA = 1  # of the wire format
+MOST_CHANGES = 100  # keys of one change while serving
 
 
 def _frozen(values: Values) -> Values:
@@ -73,6 +74,9 @@ class Spec:
         problems: list[Problem] = []
         live = Source("live")
         written = read_mapping(sets, live) if isinstance(sets, Mapping) else read_sets(sets, problems, live)
+        if len(written) > MOST_CHANGES:  # the engine waits meanwhile
+            reason = f"at most {MOST_CHANGES} keys can change at once"
+            raise ConfigError([Problem(key=f"{len(written)} keys", value=None, reason=reason, where=str(live))])
         given = checks.read(written, catalogue, problems, self.values)
         values = {**self.values, **given}
         problems += checks.fixed(given, self.values, self.slots)

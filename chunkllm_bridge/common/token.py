@@ -23,8 +23,10 @@ def ensure(environ: MutableMapping[str, str]) -> str:
 
 
 def path_for(address: str) -> Path:
-    """Where the token of a server lies: by port for "host:port", by name for a socket path."""
-    name = address.rpartition(":")[2] if "/" not in address else hashlib.sha256(address.encode()).hexdigest()[:12]
+    """Where the token of a server lies: by port for "host:port", by name for a socket path. Raises OSError."""
+    host, _, name = address.rpartition(":")
+    if "/" in host or not name.isdecimal():
+        name = hashlib.sha256(os.path.abspath(address).encode()).hexdigest()[:12]
     return state_home() / f"control-{name}.token"
 
 

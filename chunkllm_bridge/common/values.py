@@ -19,6 +19,8 @@ _SPANS = {"min": Decimal(60), "ms": Decimal("1e-3"), "us": Decimal("1e-6"), "h":
 _SPANS |= {"d": Decimal(86400)}
 _QUANTITY = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?) ?([A-Za-z]*)")
 
+LONGEST_WORD = 200  # characters that are compared in search of the nearest right word: the time grows with their square
+
 Reader = Callable[[object], Any]  # the value as written -> the value in effect, or Wrong
 
 
@@ -31,7 +33,7 @@ class Wrong(ValueError):
 
 
 def close(word: str, known: Iterable[str]) -> str | None:
-    return next(iter(get_close_matches(word, list(known), n=1)), None)
+    return next(iter(get_close_matches(word[:LONGEST_WORD], list(known), n=1)), None)
 
 
 def close_key(key: str, known: Iterable[str]) -> str | None:
@@ -42,6 +44,7 @@ def close_key(key: str, known: Iterable[str]) -> str | None:
         tail = SequenceMatcher(None, key.lower().rpartition(".")[2], other.rpartition(".")[2]).ratio()
         return max(whole, 0.9 * tail)
 
+    key = key[:LONGEST_WORD]
     best = max(known, key=likeness, default="")
     return best if best and likeness(best) > 0.6 else None
 
@@ -216,7 +219,7 @@ def show_size(value: int) -> str:
     return str(value) if unit == "B" else f"{value // _SIZES[unit]}{unit}"
 
 
-def span(usual: str, *, off: bool = False) -> Reader:
+def span(usual: str, *, off: bool = False, below: float = math.inf) -> Reader:
     """A duration in seconds. A bare number is refused: nobody can tell seconds from milliseconds."""
     reason = 'must be {}a duration{} with a unit, like "10ms" or "24h"'.format(
         *(("off or ", "") if off else ("", " above 0"))
@@ -234,6 +237,8 @@ def span(usual: str, *, off: bool = False) -> Reader:
         seconds = float(Decimal(number) * _SPANS[unit])
         if seconds == 0 and not off:
             raise Wrong(reason)
+        if seconds >= below:
+            raise Wrong(f"must be below {show_span(below)}")
         return seconds or None
 
     return read

@@ -15,6 +15,7 @@ from chunkllm_bridge.common.parameters import PARAMETERS
 from chunkllm_bridge.common.values import close, close_key, from_text
 
 Keys = tuple[str, ...]  # a dotted key, taken apart
+DEEPEST = 20  # parts of a key; no parameter has so many
 
 _TOKEN = re.compile(
     r"(?P<comment>\#[^\n]*)"
@@ -75,6 +76,8 @@ def leaves(table: Mapping[str, Any], above: Keys = ()) -> Iterator[tuple[Keys, A
 
 
 def _is_group(keys: Keys) -> bool:
+    if len(keys) > DEEPEST:
+        return False
     if keys[0] == "plugins":
         return len(keys) < 3 or keys[2:] in (("cache",), ("latency",))
     return dotted(keys) not in PARAMETERS
@@ -156,7 +159,9 @@ def read_mapping(values: Mapping[str, Any], source: Source) -> list[Given]:
 
 
 def _nested(keys: Keys, value: Any) -> dict[str, Any]:
-    return {keys[0]: _nested(keys[1:], value) if keys[1:] else value}
+    for name in reversed(keys):
+        value = {name: value}
+    return value  # type: ignore[no-any-return]  # a key has a part at least
 
 
 # --- lines, which tomllib does not tell -------------------------------------------------------------------------------

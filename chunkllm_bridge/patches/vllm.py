@@ -36,6 +36,14 @@ INITIALIZE_KV_CACHES = Patch(
     why="the first moment in EngineCore at which all workers answer and no KV pool is sized yet",
     remove_when="EngineCore offers a plugin hook with its executor",
 )
+SHUTDOWN = Patch(
+    target="vllm.v1.engine.core:EngineCore.shutdown",
+    parameters=(),
+    fingerprints=("ed5c9670c8dc",),
+    capability="attach",
+    why="plugins are promised a close at the end, and nothing else of an engine knows when that is",
+    remove_when="EngineCore offers a plugin hook with its executor",
+)
 GET_SCHEDULER_CLS = Patch(
     target="vllm.config.scheduler:SchedulerConfig.get_scheduler_cls",
     parameters=(),
@@ -123,7 +131,7 @@ STAT_LOGGERS = Patch(
 )
 
 PATCHES = (
-    *(ADD_CLI_ARGS, FROM_CLI_ARGS, CREATE_ENGINE_CONFIG, INITIALIZE_KV_CACHES, GET_SCHEDULER_CLS),
+    *(ADD_CLI_ARGS, FROM_CLI_ARGS, CREATE_ENGINE_CONFIG, INITIALIZE_KV_CACHES, SHUTDOWN, GET_SCHEDULER_CLS),
     *(SCHEDULE, ADD_REQUEST, ALLOCATE_SLOTS, GET_NUM_FREE_BLOCKS, PREEMPT_REQUEST, BLOCKS_CAN_BE_FREED),
     *(ENDPOINT_STATE, UTILITY, STAT_LOGGERS),
 )

@@ -9,7 +9,11 @@ from chunkllm_bridge import BatchingPlan, BatchingStep, Plugin, PluginSpec, Prep
 
 @attrs.frozen(kw_only=True)
 class Config:
-    window: float | None = attrs.field(default=None, metadata={"parameter": "plugin.batch_window"})  # seconds
+    window: float | None = attrs.field(  # seconds
+        default=None,
+        validator=attrs.validators.optional([attrs.validators.ge(0), attrs.validators.lt(60)]),
+        metadata={"parameter": "plugin.batch_window"},
+    )
 
 
 class BatchWindow(Plugin):

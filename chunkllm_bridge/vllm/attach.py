@@ -110,6 +110,7 @@ class CoreAttachment:
             undo.callback(delattr, core, "chunkllm_control")
             core.chunkllm = self
             undo.callback(delattr, core, "chunkllm")
+            undo.callback(patches.SHUTDOWN.apply_to(core, self._wrap_shutdown))
             if snapshots is not None:
                 snapshots.save(spec)
             self._undo = undo.pop_all()
@@ -125,6 +126,16 @@ class CoreAttachment:
 
     def close(self) -> None:
         self._undo.close()
+
+    def _wrap_shutdown(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def shutdown(*args: Any, **kwargs: Any) -> Any:
+            try:
+                self.close()
+            except Exception as error:  # the engine ends all the same
+                log.warning("bridge.close_failed", reason=str(error), exc_info=error)
+            return original(*args, **kwargs)
+
+        return shutdown
 
     def _attach_workers(self) -> int:
         """Every worker builds its host and answers with its fingerprint. Returns the largest rank's weight bytes."""

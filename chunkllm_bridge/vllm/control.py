@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from fastapi.responses import JSONResponse
 
 from chunkllm_bridge.common import token
 from chunkllm_bridge.common.control import Command, Config, Plugins, Reply, Set, Status, encode, merge
-from chunkllm_bridge.common.errors import IncompatibleError
+from chunkllm_bridge.common.errors import ControlError, IncompatibleError
 from chunkllm_bridge.common.log import get_logger
 from chunkllm_bridge.vllm.metrics import Reporter
 from chunkllm_bridge.vllm.transport import Passport
@@ -22,6 +23,10 @@ log = get_logger("vllm.control")
 
 CALL = "chunkllm_control"
 """The attribute of EngineCore that takes a message and gives a reply; vLLM's utility calls find it by name."""
+PATIENCE = 0.25
+"""Seconds between two looks at whether the engine that is to answer lives."""
+LONGEST = 65536
+"""Bytes of the longest command."""
 
 
 class Line:
@@ -42,8 +47,16 @@ class Line:
         return await self._call(command)
 
     async def _call(self, command: Command) -> Reply:
-        replies = await self._core.call_utility_all_async(CALL, encode(command))
-        return merge([Reply(**reply) for reply in replies])
+        """vLLM forgets the calls that are under way when its engine ends, and its HTTP server waits for their answers
+        before it stops: so give up when the engine does."""
+        call = asyncio.ensure_future(self._core.call_utility_all_async(CALL, encode(command)))
+        try:
+            while not (await asyncio.wait({call}, timeout=PATIENCE))[0]:
+                if self._core.resources.engine_dead:
+                    raise ControlError("the engine ended before it answered", 503)
+            return merge([Reply(**reply) for reply in call.result()])
+        finally:
+            call.cancel()
 
 
 class ControlEndpoint:
@@ -68,14 +81,22 @@ class ControlEndpoint:
             return await self._answer(request, Plugins())
 
         async def change(request: Request) -> JSONResponse:
+            if refusal := self._refusal(request):  # before anything of a stranger's is read
+                return refusal
             try:
-                body = await request.json()
+                text = await body_of(request)
+                if text is None:
+                    return JSONResponse({"error": f"a command has {LONGEST} bytes at most"}, 413)
+                body = json.loads(text)
                 values = body["set"]
                 if not isinstance(values, dict) or not values:
                     raise TypeError
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 return JSONResponse({"error": 'send {"set": {"kv_cache.memory_ratio": 0.1, ...}}'}, 400)
-            return await self._answer(request, Set(values=values))
+            try:
+                return await self._answer(request, Set(values=values))
+            except (ValueError, OverflowError, RecursionError) as error:  # no form in which it could reach the engine
+                return JSONResponse({"error": f"these values cannot be sent to the engine: {error}"}, 400)
 
         for path, handler, method in (
             ("status", status, "GET"),
@@ -94,24 +115,49 @@ class ControlEndpoint:
         line = Line(engine_client)
         await shake_hands(line, passport)
         keys = [key for key in (args.api_key or [os.environ.get("VLLM_API_KEY")]) if key]
-        if keys:
-            self._tokens = keys
-        else:
-            self._tokens = [token.ensure(os.environ)]
-            path = token.write(args.uds or f":{args.port}", self._tokens[0])
-            log.info("control.open", token_file=str(path))
+        self._tokens = keys or [token.ensure(os.environ)]
+        if not keys:
+            publish_token(args.uds or f":{args.port}", self._tokens[0])
         self._line = line
         self._reporter = Reporter(engine_client, line, passport.spec)
         self._reporter.start(asyncio.get_running_loop())
 
-    async def _answer(self, request: Request, command: Command) -> JSONResponse:
+    def _refusal(self, request: Request) -> JSONResponse | None:
         if self._line is None:
             return JSONResponse({"error": "the bridge is off: start the server with --plugin chunkllm"}, 503)
         if not token.admits(request.headers.get("authorization"), self._tokens):
             return JSONResponse({"error": "control needs the server's token: Authorization: Bearer ..."}, 401)
-        reply = await self._line.send(command)
+        return None
+
+    async def _answer(self, request: Request, command: Command) -> JSONResponse:
+        if refusal := self._refusal(request):
+            return refusal
+        assert self._line is not None
+        try:
+            reply = await self._line.send(command)
+        except ControlError as error:
+            return JSONResponse({"error": str(error)}, error.status)
         body = {**reply.data, "error": reply.error} if reply.error else reply.data
         return JSONResponse(body, reply.status)
+
+
+async def body_of(request: Request) -> bytes | None:
+    """The body of a command; None for one that is longer than any command."""
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > LONGEST:
+            return None
+    return body
+
+
+def publish_token(address: str, secret: str) -> None:
+    """Lay the token where the command finds it. Serving does not depend on that: where it cannot be, say so."""
+    try:
+        log.info("control.open", token_file=str(token.write(address, secret)))
+    except OSError as error:
+        remedy = f"give {token.VARIABLE} or --api-key to server and command, or a writable XDG_STATE_HOME"
+        log.warning("control.no_token_file", reason=str(error), remedy=remedy)
 
 
 async def shake_hands(line: Line, passport: Passport) -> None:

@@ -19,10 +19,12 @@ import attrs
 from chunkllm_bridge.common import token
 from chunkllm_bridge.common.errors import BridgeError, ConfigError, IncompatibleError, Problem
 from chunkllm_bridge.common.log import get_logger
+from chunkllm_bridge.common.parameters import PARAMETERS
 from chunkllm_bridge.common.registry import Registry
 from chunkllm_bridge.common.seating import check
 from chunkllm_bridge.common.snapshots import Snapshots
 from chunkllm_bridge.common.spec import Spec
+from chunkllm_bridge.common.values import to_text
 from chunkllm_bridge.patches import Probe
 
 log = get_logger("vllm.launch")
@@ -49,7 +51,7 @@ def register() -> None:
             undo.callback(patches.FROM_CLI_ARGS.apply(wrap_from_cli_args))
             undo.callback(patches.CREATE_ENGINE_CONFIG.apply(wrap_create_engine_config))
             undo.callback(share_handlers())
-            if os.environ.get(ACTIVE):
+            if os.environ.get(ACTIVE) == "1":
                 undo.callback(patch_core())
             _undo = undo.pop_all()
     except Exception as error:  # an engine that moved on must start without us; the operator hears why
@@ -102,6 +104,10 @@ def wrap_add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
             default="on",
             help="on: refuse to start when an engine symbol is not the one that the bridge was written against.",
         )
+        # what vLLM makes of `off` in a YAML file, where it means false
+        group.add_argument(
+            "--no-plugin-strict", dest="plugin_strict", action="store_const", const="off", help=argparse.SUPPRESS
+        )
         return parser
 
     return add_cli_args
@@ -137,7 +143,7 @@ def take_flags(args: argparse.Namespace) -> None:
     names = getattr(args, "plugin", None) or []
     file, sets = getattr(args, "plugin_config", None), getattr(args, "plugin_set", None) or []
     if not names:
-        if (file or sets) and KEY not in given:
+        if (file is not None or sets) and KEY not in given:
             flags = " and ".join(flag for flag, value in (("--plugin-config", file), ("--plugin-set", sets)) if value)
             raise IncompatibleError("the plugin spec", [f"{flags} without --plugin {NAME}: add it, or leave them out"])
         return
@@ -147,8 +153,12 @@ def take_flags(args: argparse.Namespace) -> None:
         raise ConfigError([problem])
     if KEY in given:
         raise IncompatibleError("the plugin spec", [f"given twice: by --plugin and in --additional-config {KEY!r}"])
+    stray, equals, _ = str(getattr(args, "model_tag", None)).partition("=")
+    if sets and equals and (stray in PARAMETERS or stray.startswith("plugins.")):
+        reason = "taken for the model: each --plugin-set takes one; a list in a YAML file is to be a table"
+        raise ConfigError([Problem(key=args.model_tag, value=None, reason=reason, where="command line")])
     strict = getattr(args, "plugin_strict", "on") == "on"
-    passport = resolve(Path(file) if file else None, sets, strict=strict)
+    passport = resolve(None if file is None else Path(file), list(plain_sets(sets)), strict=strict)
     args.additional_config = {**given, KEY: passport.to_wire()}
     open_control(os.environ)
 
@@ -183,13 +193,36 @@ def seam_reasons(probes: Sequence[Probe], *, strict: bool) -> list[str]:
     return reasons
 
 
+def plain_sets(sets: Sequence[str]) -> Iterator[str]:
+    """A table from vLLM's own YAML file comes as one JSON text, where KEY=VALUE is expected."""
+    for text in sets:
+        try:
+            table = json.loads(text)
+        except ValueError:
+            table = None
+        if isinstance(table, dict):
+            yield from wish_sets(table)
+        else:
+            yield text
+
+
 def wish_sets(wish: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """A nested wish such as {"kv_cache": {"memory_ratio": 0.1}} as KEY=VALUE texts."""
     for key, value in wish.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             yield from wish_sets(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}={json.dumps(value)}"
+            yield f"{prefix}{key}={to_text(value)}"  # an empty table seats a plugin
+
+
+def wished(wish: object) -> tuple[Path | None, list[str]]:
+    """The spec file and the KEY=VALUE texts of what somebody put under our key. Raises `ConfigError`."""
+    file = wish.get("plugin_config") if isinstance(wish, Mapping) else None
+    if not isinstance(wish, Mapping) or not isinstance(file, str | Path | None):
+        reason = 'must be a table of parameters, and "plugin_config" in it a path'
+        raise ConfigError([Problem(key=NAME, value=wish, reason=reason, where="additional_config")])
+    sets = {key: value for key, value in wish.items() if key != "plugin_config"}
+    return None if file is None else Path(file), list(wish_sets(sets))
 
 
 def wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -201,9 +234,7 @@ def wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., Any
         if not isinstance(given, Mapping) or KEY not in given:
             return original(self, *args, **kwargs)
         if not Passport.travels_in(given):  # from Python: additional_config={"chunkllm": {...}}
-            wish = dict(given[KEY])
-            file = wish.pop("plugin_config", None)
-            passport = resolve(Path(file) if file else None, list(wish_sets(wish)))
+            passport = resolve(*wished(given[KEY]))
             self.additional_config = {**given, KEY: passport.to_wire()}
             if not is_offline(*args, **kwargs):
                 open_control(os.environ)

@@ -72,6 +72,8 @@ class Control:
     def _send(self, command: Command) -> dict[str, Any]:
         message = encode(command)
         inner = getattr(self._core, "engine_core", None)  # VLLM_ENABLE_V1_MULTIPROCESSING=0: the engine is right here
+        if inner is not None and not hasattr(inner, CALL):
+            raise ControlError("the bridge is not attached to this engine any more", 503)
         answer = getattr(inner, CALL)(message) if inner is not None else self._core.call_utility(CALL, message)
         reply = Reply(**answer)
         if reply.error:

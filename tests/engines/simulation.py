@@ -1,4 +1,4 @@
-"""vLLM's own scheduler without a model: a pretended worker says which token comes next, and the bridge stands around it."""
+"""vLLM's own scheduler without a model: a pretended worker says which token comes next."""
 
 from __future__ import annotations
 

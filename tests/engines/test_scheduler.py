@@ -64,8 +64,8 @@ def test_nothing_is_lost_whatever_happens(simulate, overlapped, policy, seed):
 
 @both
 def test_a_quota_schedules_as_a_pool_of_that_size(simulate, overlapped):
-    """Held to n blocks, a large pool is scheduled step by step as the stock engine schedules a pool of n blocks: no more
-    preemptions, no starving, none of our own order (vllm#41951)."""
+    """Held to n blocks, a large pool is scheduled step by step as the stock engine schedules a pool of n blocks: no
+    more preemptions, no starving, none of our own order (vllm#41951)."""
     quota = 18
     ours = simulate(overlapped=overlapped, blocks=101, prefix_cache=False)
     ours.limit(quota)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import signal
+import sys
 from types import NoneType
 from typing import Any
 
@@ -59,16 +61,84 @@ def test_whatever_a_plugin_raises_costs_that_call_only(error: BaseException) -> 
     assert PLAN is called.ask()
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit()])
-def test_what_ends_the_process_is_not_the_plugin_s(error: BaseException) -> None:
+class Shutdown:
+    """A signal handler as engines install it: a method that raises."""
+
+    def handle(self, number: int, frame: object) -> None:
+        raise SystemExit
+
+
+@pytest.mark.parametrize(
+    ("number", "handler", "kind"),
+    [
+        (signal.SIGINT, signal.default_int_handler, KeyboardInterrupt),
+        (signal.SIGTERM, Shutdown().handle, SystemExit),
+        (signal.SIGTERM, lambda number, frame: sys.exit(), SystemExit),
+    ],
+)
+def test_what_ends_the_process_is_not_the_plugin_s(number: int, handler: Any, kind: type[BaseException]) -> None:
     """Ctrl-C and an engine's signal handler reach their goal, also while plugin code runs."""
     called = Called()
+    before = signal.signal(number, handler)
+    try:
+        with pytest.raises(kind):
+            called.guard.plan("plan_blocks", lambda step: signal.raise_signal(number), object(), BlocksPlan)
+        with pytest.raises(kind):
+            called.guard.call("close", lambda: signal.raise_signal(number), None)
+    finally:
+        signal.signal(number, before)
 
-    with pytest.raises(type(error)):
-        called.ask(error)
-    with pytest.raises(type(error)):
-        called.guard.call("close", lambda: called.ask(error), None)
     assert {} == called.guard.tally.failures
+
+
+@pytest.mark.parametrize("error", [SystemExit(), SystemExit(0), KeyboardInterrupt()])
+def test_a_plugin_cannot_end_the_process(error: BaseException) -> None:
+    """Its own `sys.exit()` is a failed call; so is a KeyboardInterrupt where Ctrl-C does not raise one."""
+    called = Called()
+    before = signal.signal(signal.SIGINT, lambda number, frame: None)
+    try:
+        assert called.ask(error) is None
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+    assert {"exception": 1} == called.guard.tally.failures
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+def test_an_exception_that_cannot_be_told_is_counted() -> None:
+    """The text of an exception is plugin code too."""
+    called = Called()
+
+    assert called.ask(Unspeakable()) is None
+    assert {"exception": 1} == called.guard.tally.failures
+    assert "plan_blocks: Unspeakable" == called.guard.tally.last_failure
+
+
+class Masked:
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        raise RuntimeError("no class")
+
+
+class Larger(BlocksPlan):
+    @property
+    def limit(self) -> int:  # type: ignore[override]
+        raise RuntimeError("no limit")
+
+    def __init__(self) -> None: ...
+
+
+@pytest.mark.parametrize("kind", [Masked, Larger])
+def test_an_answer_with_code_in_it_is_malformed(kind: type) -> None:
+    """Whatever is read of a plan after the call is data of ours."""
+    called = Called()
+
+    assert called.guard.plan("plan_blocks", lambda step: kind(), object(), BlocksPlan) is None
+    assert {"malformed": 1} == called.guard.tally.failures
 
 
 def test_an_answer_that_is_late_is_none() -> None:
