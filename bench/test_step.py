@@ -33,7 +33,7 @@ def capping(number: int) -> type[Plugin]:
 
 
 @pytest.mark.parametrize("plugins", [0, 1, 10])
-def test_block_limit(benchmark: Any, plugins: int):
+def test_block_limit(benchmark: Any, plugins: int) -> None:
     """Asking every BLOCKS plugin for its limit: microseconds each, in a step of tens of milliseconds."""
     settings = {f"plugins.cap{number}.priority": 50 for number in range(plugins)}
     with attach(FakeEngine(), settings, *map(capping, range(plugins))) as bridge:
@@ -42,7 +42,7 @@ def test_block_limit(benchmark: Any, plugins: int):
     assert (500 if plugins else None) == limit
 
 
-def test_hold(benchmark: Any):
+def test_hold(benchmark: Any) -> None:
     """Asking whether the waiting prefills are held."""
     with attach(FakeEngine(), {"plugin.batch_window": "10ms"}) as bridge:
         assert benchmark(bridge.host.hold, BATCHING)

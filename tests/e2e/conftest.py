@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 
 from chunkllm_bridge.common.profiles import this_machine
 from scripts.envs import cache_root, exclusive
+from tests.e2e.streams import Meanwhile, Stream, read
 from tests.support.server import ENGINES, Server
 from tests.support.tiny import TinyLlama, make_tiny
 
@@ -35,6 +37,7 @@ class House:
     args: tuple[str, ...]  # float32, quick to start, short contexts
     block: int  # tokens in a KV block, as `args` say
     env: Mapping[str, str | None]
+    module: tuple[str, ...]  # the other way in: `python -m`, up to the model
 
     def ratio(self, blocks: int, shape: TinyLlama = TINY) -> str:
         """A `kv_cache.memory_ratio` that makes a pool of so many blocks for requests, on this machine."""
@@ -47,6 +50,7 @@ HOUSES = {
         args=("--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len", "1024"),
         block=32,
         env={"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"},
+        module=("-m", "vllm.entrypoints.openai.api_server", "--model"),
     ),
 }
 
@@ -73,15 +77,23 @@ def deep_model() -> Path:
 
 @pytest.fixture(scope="session")
 def serve(engine: str, house: House, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """`with serve("--plugin", "chunkllm") as running:` a server of the tiny model, with a state folder of its own."""
+    """`with serve("--plugin", "chunkllm") as running:` a server of the tiny model, with a state folder of its own.
+
+    `key` is the control token where it is not in the file; `module` starts it by `python -m` instead of the script.
+    """
 
     @contextmanager
-    def serve(*args: str, model: Path = tiny_model, **options: Any) -> Iterator[Running]:
+    def serve(
+        *args: str, model: Path = tiny_model, key: str | None = None, module: bool = False, **options: Any
+    ) -> Iterator[Running]:
         folder = tmp_path_factory.mktemp("server")
         env = {**house.env, "XDG_STATE_HOME": str(folder / "state"), "CHUNKLLM_TOKEN": None, **options.pop("env", {})}
         server = Server(model, [*house.args, *args], engine=engine, env=env, log_file=folder / "server.log", **options)
+        if module:
+            place = server.argv.index(str(model))
+            server.argv[:place] = [sys.executable, *house.module]
         with server:
-            yield Running(server, folder / "state")
+            yield Running(server, folder / "state", key)
 
     return serve
 
@@ -124,15 +136,35 @@ class Running:
         assert blocks == reply["kv"]["limit"]
         return reply
 
-    def complete(self, prompt: str, tokens: int, **options: Any) -> str:
-        answer = self.server.openai().completions.create(
-            model=self.server.model, prompt=prompt, max_tokens=tokens, temperature=0, **options
-        )
-        return answer.choices[0].text
+    def complete(self, prompt: str, tokens: int) -> str:
+        body = {"model": self.server.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+        response = self.http.post("/v1/completions", json=body, headers=self.headers)
+        assert 200 == response.status_code, response.text
+        return str(response.json()["choices"][0]["text"])
+
+    def streams(self, prompts: Sequence[str], tokens: int, meanwhile: Meanwhile | None = None) -> list[Stream]:
+        """Every stream to its end, with `meanwhile` beside them."""
+
+        async def run() -> list[Stream]:
+            streams = [Stream(prompt) for prompt in prompts]
+            async with self.connect() as client:
+                reads = [read(client, self.server.model, stream, tokens) for stream in streams]
+                await asyncio.gather(*reads, *([meanwhile(streams)] if meanwhile else []))
+            return streams
+
+        return asyncio.run(run())
+
+    def connect(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.server.url, headers=self.headers, timeout=300, trust_env=False)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What a client of the model sends: nothing, but where there is an API key."""
+        return {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
 
     def chunkllm(self, *words: str, token: str | None = None) -> subprocess.CompletedProcess[str]:
         """The command line, in a process of its own."""
-        env = {**self.server.env, "CHUNKLLM_TOKEN": token or ""}
+        env = {**self.server.env, "CHUNKLLM_TOKEN": token or self._key or ""}
         command = [str(Path(sys.prefix) / "bin" / "chunkllm"), *words]
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
 

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from tests.e2e.conftest import DEEP, House, Running, eventually, plugin
-from tests.e2e.streams import run_streams
+from tests.e2e.conftest import DEEP, TINY, House, Running, plugin
+from tests.e2e.streams import Stream
 from tests.support.server import ENGINES, Server, attempt
 
 pytestmark = pytest.mark.engine
 
 PROMPTS = [f"{number} little words about the number {number}: " for number in range(8)]
 TINY_QUOTA = Path(__file__).parents[1] / "plugins" / "tiny_quota"
+KEY = "the-servers-own-key"
 
 only_vllm = pytest.mark.parametrize("engine", ["vllm"], indirect=True)
 
@@ -33,7 +37,7 @@ def plain(serve: Callable[..., Any], deep_model: Path) -> Iterator[Running]:
 @pytest.fixture(scope="module")
 def expected(plain: Running) -> list[str]:
     """What the stock engine says."""
-    return [stream.text for stream in run_streams(plain.server, PROMPTS, 60)]
+    return [stream.text for stream in plain.streams(PROMPTS, 60)]
 
 
 class TestWithout:
@@ -55,28 +59,34 @@ class TestWithout:
 
 
 class TestOtherPackages:
+    """A third party's plugin, a spec file, an API key, and the other way in."""
+
     @pytest.fixture(scope="class")
     def site(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """A third party's package, installed with pip into a folder of its own."""
+        """The package, installed with pip into a folder of its own."""
         site = tmp_path_factory.mktemp("site")
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
         subprocess.run([*pip, "--no-build-isolation", "--target", str(site), str(TINY_QUOTA)], check=True)
         return site
 
     @pytest.fixture(scope="class")
-    def server(self, serve: Callable[..., Any], deep_model: Path, site: Path, tmp_path_factory) -> Iterator[Running]:
+    def spec_file(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
         file = tmp_path_factory.mktemp("spec") / "chunkllm.toml"
         file.write_text("plugin.priority = 40\n\n[plugins.tiny_quota]\nblocks = 7\npriority = 60\n")
-        options: dict[str, Any] = {"model": deep_model, "env": {"PYTHONPATH": str(site)}}
-        with serve("--plugin", "chunkllm", "--plugin-config", str(file), **options) as running:
-            running.spec_file = file
+        return file
+
+    @pytest.fixture(scope="class")
+    def server(self, serve: Callable[..., Any], deep_model: Path, site: Path, spec_file: Path) -> Iterator[Running]:
+        flags = ("--plugin", "chunkllm", "--plugin-config", str(spec_file), "--api-key", KEY)
+        options: dict[str, Any] = {"model": deep_model, "module": True, "key": KEY, "env": {"PYTHONPATH": str(site)}}
+        with serve(*flags, **options) as running:
             yield running
 
     def test_a_plugin_of_thirty_lines(self, server, expected) -> None:
         """Found by its entry point, seated by the spec file, in the server's status; after requests it was called, its
         limit of seven blocks held, and the texts are the stock engine's."""
         seated = plugin(server.status(), "tiny_quota")
-        streams = run_streams(server.server, PROMPTS, 60)
+        streams = server.streams(PROMPTS, 60)
         status = server.wait_idle()
         active = plugin(status, "tiny_quota")
 
@@ -91,18 +101,19 @@ class TestOtherPackages:
         assert "chunkllm-tiny-quota 0.1" in row["source"]
 
     def test_its_own_settings_change_while_serving(self, server) -> None:
-        """`set plugins.tiny_quota.blocks=3`: a new generation of it, and its count goes on."""
+        """`set plugins.tiny_quota.blocks=3`: a new generation of it; what its Config refuses changes nothing."""
         before = plugin(server.status(), "tiny_quota")
         reply = server.json("set", "plugins.tiny_quota.blocks=3")
+        refused = server.control("set", {"set": {"plugins.tiny_quota.blocks": 0}})
         after = server.status()
 
         assert 3 == reply["kv"]["limit"] == after["kv"]["limit"]
         assert before["generation"] < plugin(after, "tiny_quota")["generation"]
-        assert 422 == server.control("set", {"set": {"plugins.tiny_quota.blocks": 0}}).status_code
+        assert 422 == refused.status_code, refused.text
 
-    def test_good_specs_are_kept_beside_the_file(self, server) -> None:
+    def test_good_specs_are_kept_beside_the_file(self, server, spec_file) -> None:
         """The effective spec is written at start and after each change: what a rollback returns to."""
-        folder = server.spec_file.parent / "chunkllm-state"
+        folder = spec_file.parent / "chunkllm-state"
         written = len(list(folder.glob("spec-*.json")))
         server.set(plugin__priority=41)
 
@@ -111,19 +122,146 @@ class TestOtherPackages:
         newest = json.loads(max(folder.glob("spec-*.json")).read_text())
         assert 41 == newest["values"]["plugin.priority"][0]
 
+    def test_the_api_key_is_the_control_token(self, server) -> None:
+        """With `--api-key` there is one secret, and no token file."""
+        assert 200 == server.control("status", key=KEY).status_code
+        assert 401 == server.control("status", key="another").status_code
+        assert 401 == server.http.get("/chunkllm/status").status_code
+        assert 0 == server.chunkllm("status", "--url", server.server.url, "--token", KEY).returncode
+        assert not server.token_file.exists()
+
 
 @only_vllm
-class TestApiServerModule:
-    """`python -m vllm.entrypoints.openai.api_server`, which needs no console script, with an API key."""
-
-    KEY = "the-servers-own-key"
+class TestApiServers:
+    """`--api-server-count 2`: two processes take requests for one engine."""
 
     @pytest.fixture(scope="class")
-    def server(self, serve, house: House, deep_model: Path, engine) -> Iterator[Running]:
-        argv = ENGINES["vllm"].argv
-        module = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
-        ENGINES["vllm"].__setattr__ if False else None
-        share = f"kv_cache.memory_ratio={house.ratio(40, DEEP)}"
-        flags = ("--plugin", "chunkllm", "--plugin-set", share, "--api-key", self.KEY)
-        with serve(*flags, model=deep_model, argv=[*module, *argv(str(deep_model), "", 0)[2:3]]) as running:
+    def server(self, serve, house: House, engine: str) -> Iterator[Running]:
+        share = f"kv_cache.memory_ratio={house.ratio(40, TINY)}"
+        with serve("--api-server-count", "2", "--plugin", "chunkllm", "--plugin-set", share) as running:
             yield running
+
+    def test_counters_are_not_doubled(self, server) -> None:
+        """What the engine counted is there once, what each server saw is summed (vllm#7279, vllm#18053, kserve#2979)."""
+        server.quota(9)
+        tokens = 90
+        for _ in range(3):
+            assert all(tokens == len(stream.text) for stream in server.streams(PROMPTS, tokens))
+        kv = server.wait_idle()["kv"]
+
+        server.wait_for_metric(kv["denied"], "kv_denied_total")
+        assert 0 < kv["denied"]
+        server.wait_for_metric(3 * 8 * (tokens - 1), "inter_token_latency_seconds_count")
+        metrics = server.metrics()
+        theirs = sum(v for k, v in metrics.items() if k.startswith("vllm:inter_token_latency_seconds_count"))
+        assert theirs == server.ours("inter_token_latency_seconds_count")
+        for name in ("preempted", "overdrafts", "violations"):
+            assert kv[name] == server.ours(f"kv_{name}_total")
+        assert (9, 40) == (server.ours("kv_limit_blocks"), server.ours("kv_total_blocks"))
+        assert 40 == server.ours("kv_blocks")
+        assert 1 == server.ours("info") == server.ours("ranks_in_step")
+
+    def test_each_of_them_takes_commands(self, server) -> None:
+        """Whichever answers, it is one engine: the same token, the same status."""
+        headers = {"Authorization": f"Bearer {server.key}"}
+        answers = [httpx.get(f"{server.server.url}/chunkllm/status", headers=headers).json() for _ in range(12)]
+
+        assert 1 == len({(status["generation"], status["fingerprint"], status["kv"]["steps"]) for status in answers})
+
+
+@only_vllm
+class TestTensorParallel:
+    @pytest.fixture(scope="class")
+    def server(self, serve, deep_model: Path, engine: str) -> Iterator[Running]:
+        cores = sorted(os.sched_getaffinity(0))
+        if len(cores) < 2:
+            pytest.skip("two ranks need two cores")
+        bind = {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[1]}"}
+        with serve("-tp", "2", "--plugin", "chunkllm", model=deep_model, env=bind) as running:
+            yield running
+
+    def test_every_rank_moves_together(self, server, expected) -> None:
+        """Two ranks, one engine: a change is in force on both or on none, and the tokens are those of one rank
+        (kvcached#372)."""
+        before = server.status()
+        server.quota(9)
+        texts = [stream.text for stream in server.streams(PROMPTS, 60)]
+        refused = server.control("set", {"set": {"kv_cache.memory_ratio": 0.9}})
+        after = server.wait_idle()
+
+        assert expected == texts
+        assert 409 == refused.status_code
+        for status in (before, after):
+            assert (2, True) == (status["ranks"], status["in_step"])
+            assert [0, 1] == [worker["rank"] for worker in status["workers"]]
+            assert {status["fingerprint"]} == {worker["fingerprint"] for worker in status["workers"]}
+        assert before["fingerprint"] != after["fingerprint"]
+        assert (9, 0) == (after["kv"]["limit"], after["kv"]["violations"])
+        assert 0 < after["kv"]["peak"] <= 9
+        server.wait_for_metric(1, "ranks_in_step")
+
+
+@only_vllm
+class TestBench:
+    def test_the_benchmarks_take_the_flag(self, house: House, tiny_model: Path, tmp_path: Path, engine: str) -> None:
+        """`vllm bench` runs with the bridge attached: what is measured is what is served."""
+        script = ENGINES["vllm"].argv("", "", 0)[0]
+        flags = ("--input-len", "8", "--output-len", "8", "--batch-size", "2", "--num-iters", "2")
+        argv = [script, "bench", "latency", "--model", str(tiny_model), *house.args, *flags, "--num-iters-warmup", "1"]
+        quota = ("--plugin", "chunkllm", "--plugin-set", f"kv_cache.memory_ratio={house.ratio(40, TINY)}")
+        env = {**os.environ, **ENGINES["vllm"].env, **house.env, "XDG_STATE_HOME": str(tmp_path)}
+        env = {key: value for key, value in {**env, "VLLM_LOGGING_LEVEL": "INFO"}.items() if value is not None}
+
+        done = subprocess.run([*argv, *quota], env=env, capture_output=True, text=True, timeout=300, check=False)
+
+        assert 0 == done.returncode, done.stdout + done.stderr
+        assert "Avg latency" in done.stdout
+        attached = next(line for line in (done.stdout + done.stderr).splitlines() if "bridge.attached" in line)
+        assert "blocks=40" in attached
+
+
+class TestMistakes:
+    def test_before_the_model_is_loaded(self, engine: str, house: House, tmp_path: Path) -> None:
+        """A wrong spec: exit code 2 and every mistake, though the model does not even exist."""
+        sets = ("plugin.priority=100", "kv_cache.memory_ratoi=0.1")
+        flags = ["--plugin", "chunkllm", *(word for item in sets for word in ("--plugin-set", item))]
+        server = Server("/no/such/model", flags, engine=engine, env=house.env, log_file=tmp_path / "log")
+
+        with attempt(server):
+            said = server.log()
+
+        assert 2 == server.process.returncode, said
+        assert "2 mistakes in the plugin spec" in said
+        assert "kv_cache.memory_ratio?" in said
+        assert "Traceback" not in said
+
+
+@pytest.mark.slow
+def test_the_main_job_on_a_real_model(serve, smollm2: Path) -> None:
+    """SmolLM2, eight streams, the quota cut to a quarter and raised again while they run: never more held than allowed,
+    every text the one of a run without a quota, the pool free at the end."""
+    tokens, whole = 96, 32
+    prompts = [f"Here are {number} things that everybody should know about the sea:" for number in range(2, 10)]
+    readings: list[dict[str, Any]] = []
+    with serve("--plugin", "chunkllm", model=smollm2) as server:
+        server.quota(whole)
+        expected = [stream.text for stream in server.streams(prompts, tokens)]
+
+        async def meanwhile(streams: list[Stream]) -> None:
+            while (await asyncio.to_thread(server.status))["kv"]["held"] <= whole // 3:
+                assert not any(stream.ended for stream in streams), "they ended before the quota was cut"
+            cut = (await asyncio.to_thread(server.quota, whole // 4))["kv"]
+            while (now := await asyncio.to_thread(server.status))["kv"]["steps"] < cut["steps"] + 40:
+                assert not all(stream.ended for stream in streams), "they ended before the quota was raised"
+                if now["kv"]["steps"] > cut["steps"]:
+                    readings.append(now["kv"])
+            await asyncio.to_thread(server.quota, whole)
+
+        streams = server.streams(prompts, tokens, meanwhile)
+        kv = server.wait_idle()["kv"]
+
+    assert expected == [stream.text for stream in streams]
+    assert len(set(expected)) == len(prompts)
+    assert 0 < max(reading["peak"] for reading in readings) <= whole // 4
+    assert 0 < kv["preempted"]
+    assert (0, kv["total"], True) == (kv["violations"], kv["free"] + kv["cached"], kv["conserved"])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import DEEP, House, Running, eventually, plugin
-from tests.e2e.streams import Stream, connect, read, run_streams
+from tests.e2e.streams import Stream, read
 
 pytestmark = pytest.mark.engine
 
@@ -42,7 +42,7 @@ def free(server: Running) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def expected(server: Running) -> list[str]:
     """The eight texts with the whole pool."""
-    return [stream.text for stream in run_streams(server.server, PROMPTS, TOKENS)]
+    return [stream.text for stream in server.streams(PROMPTS, TOKENS)]
 
 
 class TestToken:
@@ -243,7 +243,7 @@ class TestQuota:
                     readings.append(now["kv"])
             await asyncio.to_thread(server.quota, POOL)
 
-        streams = run_streams(server.server, PROMPTS, TOKENS, meanwhile)
+        streams = server.streams(PROMPTS, TOKENS, meanwhile)
 
         assert ["length"] * 8 == [stream.ended for stream in streams]
         assert expected == [stream.text for stream in streams]
@@ -258,7 +258,7 @@ class TestQuota:
     def test_smaller_than_one_request(self, server, expected) -> None:
         """A block of quota, where each wants several: one at a time goes beyond it, and all finish with their text."""
         before = server.quota(1)["kv"]
-        streams = run_streams(server.server, PROMPTS[:3], 60)
+        streams = server.streams(PROMPTS[:3], 60)
         after = server.status()["kv"]
 
         assert [text[:60] for text in expected[:3]] == [stream.text for stream in streams]
@@ -271,7 +271,7 @@ class TestQuota:
         server.quota(POOL // 8)
 
         async def leave() -> None:
-            async with connect(server.server) as client:
+            async with server.connect() as client:
                 streams = [Stream(prompt) for prompt in PROMPTS]
                 reads = (read(client, server.server.model, stream, 900) for stream in streams)
                 tasks = [asyncio.create_task(reading) for reading in reads]
@@ -289,10 +289,10 @@ class TestQuota:
     def test_a_window_holds_and_lets_go(self, server, expected) -> None:
         """With a batch window that is changed while streams run, every stream gets its text."""
         server.set(plugin__batch_window="12ms")
-        streams = run_streams(server.server, PROMPTS, 40)
+        streams = server.streams(PROMPTS, 40)
         held = server.status()["kv"]["window_holds"]
         server.set(plugin__batch_window="off")
-        again = run_streams(server.server, PROMPTS, 40)
+        again = server.streams(PROMPTS, 40)
 
         for done in (streams, again):
             assert [text[:40] for text in expected] == [stream.text for stream in done]
@@ -338,7 +338,7 @@ class TestMetrics:
         """Each request adds its tokens less one, whether it streams or not."""
         before = server.ours("inter_token_latency_seconds_count")
         server.complete("Hello", 30)
-        run_streams(server.server, PROMPTS[:2], 20)
+        server.streams(PROMPTS[:2], 20)
 
         server.wait_for_metric(before + 29 + 2 * 19, "inter_token_latency_seconds_count")
         assert 0 < server.ours("inter_token_latency_seconds_sum")

@@ -109,6 +109,20 @@ class TestReplies:
 
         assert (500, "ZeroDivisionError: division by zero") == (reply["status"], reply["error"])
 
+    def test_a_rank_that_does_not_follow_is_told(self, bridge: FakeBridge) -> None:
+        """It was prepared everywhere, so this is a bug of ours: it is not to pass for a change on all ranks."""
+        ranks = bridge.desk.ports.ranks
+
+        def limping(verb: str, wire: Mapping[str, Any] | None = None) -> Any:
+            replies = ranks(verb, wire)
+            return [*replies[:-1], {"ok": False, "rank": 2, "error": "lost"}] if verb == "commit" else replies
+
+        desk = CoreDesk(bridge.host, attrs.evolve(bridge.desk.ports, ranks=limping))
+        reply = desk.handle(encode(Set({"plugins.mine.size": 6})))
+
+        assert 500 == reply["status"]
+        assert "rank 2: lost" in reply["error"]
+
     def test_unknown_keys_are_answered_with_the_nearest(self, bridge: FakeBridge) -> None:
         """All mistakes at once, 422. Case: vllm#35573, unknown keys that fail silently."""
         reply = bridge.set({"kv_cache.memory_ration": 0.2, "plugins.mine.sise": 3, "plugin.priority": 100})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -318,6 +319,69 @@ class TestMemory:
         host = seat(actor("a", prepare=lease), actor("b", prepare=lease), b__priority=51)
 
         assert (None, 40 * 2**30) == (plugin(host, "a").lease, plugin(host, "b").lease.units)
+
+    def test_what_was_given_back_is_forgotten(self) -> None:
+        """A plugin may lease at every step for days."""
+        host = seat(actor("mine", prepare=leasing(1)))
+        for _ in range(1000):
+            plugin(host, "mine").lease_memory(3).close()
+
+        assert 2 >= len(host._seated["mine"].leases)
+        assert 1 == row(host, "mine")["memory_bytes"] == host.memory.counts.held
+
+    def test_threads_of_a_plugin_leak_nothing(self) -> None:
+        """They go on leasing while their generation is closed."""
+        host = seat(actor("mine"))
+        lease_memory = plugin(host, "mine").lease_memory
+        threads = [threading.Thread(target=lambda: [lease_memory(1) for _ in range(300)]) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        host.close()
+        for thread in threads:
+            thread.join()
+
+        assert 0 == host.memory.counts.held
+
+
+class TestLookups:
+    """Finding a verb can be plugin code too, and so can comparing two configs."""
+
+    def test_a_verb_that_cannot_be_looked_up_is_a_reason(self) -> None:
+        broken = actor("mine")
+        broken.plan_blocks = property(lambda self: 1 / 0)  # type: ignore[method-assign, assignment]
+
+        (reason,) = refused(broken)
+        assert "mine: its constructor raised ZeroDivisionError: division by zero" == reason
+
+    @pytest.mark.parametrize("verb", ["settle", "plan_blocks", "plan_batching", "close", "snapshot"])
+    def test_a_verb_that_is_lost_later_costs_nothing(self, verb: str) -> None:
+        """A step asks what was found at start; whatever else is looked up, is so under guard."""
+        mine = actor("mine", plan_blocks=limit(5))
+        host = seat(mine)
+        setattr(mine, verb, property(lambda self: 1 / 0))
+
+        assert 5 == host.block_limit(blocks())
+        host.settle(Seam.BLOCKS, Outcome(seam=Seam.BLOCKS, step=1, applied=True))
+        assert not host.hold(batching())
+        host.close()
+        assert 0 == host.memory.counts.held
+
+    def test_configs_that_cannot_be_compared_are_different(self) -> None:
+        """A change that has nothing to do with them is not refused for it."""
+
+        @attrs.frozen(kw_only=True, eq=False)
+        class Odd:
+            size: int = 1
+
+            def __ne__(self, other: object) -> bool:
+                raise RuntimeError("no")
+
+        mine = actor("mine")
+        mine.Config = Odd
+        host = seat(mine)
+        host.commit(host.prepare(evolved(host, plugin__priority=7)))
+
+        assert (2, 7) == (row(host, "mine")["generation"], row(host, "mine")["priority"])
 
 
 class TestDisabling:

@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 import string
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -1170,3 +1171,32 @@ def test_an_installed_plugin_that_may_not_be_named_says_why():
 
     with pytest.raises(ConfigError, match="mine: installed, but not in CHUNKLLM_PLUGINS"):
         Spec.resolve(file=None, text="[plugins.mine]\n", hardware=CPU, catalogue=catalogue)
+
+
+class TestTooMuch:
+    """The engine waits while a change is read: whatever is sent, it does not wait long."""
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"x" * 100_000: 1},
+            {"a" + ".a" * 3000: 1},
+            {"kv_cache": {f"a{number}": 1 for number in range(5000)}},
+            {"attention.plugin": "x" * 50_000},
+            {"plugins": {"x" * 50_000: {}}},
+        ],
+        ids=["a long key", "a deep key", "many keys", "a long name", "a long plugin"],
+    )
+    def test_it_is_refused_at_once(self, change: dict[str, Any]) -> None:
+        started = time.monotonic()
+        with pytest.raises(ConfigError):
+            resolve("").evolve(change, catalogue=FULL)
+
+        assert time.monotonic() - started < 2
+
+
+@pytest.mark.parametrize("window", ["1min", "1h"])
+def test_a_window_that_no_plan_can_have_is_refused_at_once(window: str) -> None:
+    """Not only once the model is loaded."""
+    with pytest.raises(ConfigError, match="must be below 1min"):
+        resolve(f'[plugin]\nbatch_window = "{window}"')
