@@ -65,4 +65,6 @@ class ControlError(BridgeError):
 
     def __init__(self, message: str, status: int = 400) -> None:
         self.status = status
+        if status in (400, 422):  # what was given is wrong, as in a spec file
+            self.exit_code = 2
         super().__init__(message)

@@ -242,6 +242,20 @@ class Host:
         for guard, settle in self._settlers[seam]:
             guard.plan("settle", settle, outcome, NoneType)
 
+    def settle_limit(self, index: int, held: int) -> None:
+        """Tell each BLOCKS plugin whether its limit was the one in force in a step, and whether it was kept."""
+        tightest = min(self._limits.values(), default=0)
+        for guard, settle in self._settlers[Seam.BLOCKS]:
+            own = self._limits.get(guard.name)
+            if own is None:
+                reason = "it set no limit"
+            elif own > tightest:
+                reason = f"a tighter limit held: {tightest}"
+            else:
+                reason = "a request that was alone went beyond the limit" if held > own else ""
+            outcome = Outcome(seam=Seam.BLOCKS, step=index, applied=not reason, reason=reason, held=held)
+            guard.plan("settle", settle, outcome, NoneType)
+
     # ---- for people ----
 
     def fingerprint(self) -> str:

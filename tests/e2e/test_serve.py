@@ -133,11 +133,11 @@ class TestCommands:
         server.set(plugin__priority=50)
 
     def test_exit_codes(self, server) -> None:
-        """0 done; 1 the server refused or is not there; 2 the command line is wrong. With --json the answer is JSON."""
+        """0 done; 1 the server refused or is not there; 2 what was given is wrong. With --json the answer is JSON."""
         url = ("--url", server.server.url)
         for code, words, said in (
             (1, ("set", "kv_cache.memory_ratio=0.9", *url), "needs a restart"),
-            (1, ("set", "kv_cache.memory_ratoi=0.1", *url), "kv_cache.memory_ratio?"),
+            (2, ("set", "kv_cache.memory_ratoi=0.1", *url), "kv_cache.memory_ratio?"),
             (1, ("status", "--url", "http://127.0.0.1:9"), "no server answers"),
             (1, ("status", "--token", "wrong", *url), "token"),
             (2, ("set", "kv_cache.memory_ratio", *url), "KEY=VALUE"),

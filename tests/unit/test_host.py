@@ -563,6 +563,32 @@ class TestBatching:
 
 
 class TestSettling:
+    def test_each_hears_whether_its_limit_was_the_one(self) -> None:
+        """The tightest was applied; the others hear by which number they were beaten."""
+        host = seat(
+            actor("a", plan_blocks=lambda self: BlocksPlan(limit=5)),
+            actor("b", plan_blocks=lambda self: BlocksPlan(limit=9)),
+            actor("c"),
+        )
+        host.block_limit(blocks())
+        host.settle_limit(3, held=4)
+
+        heard = {name: plugin(host, name).outcomes[-1] for name in "abc"}
+        assert {"a": "", "b": "a tighter limit held: 5", "c": "it set no limit"} == {
+            name: outcome.reason for name, outcome in heard.items()
+        }
+        assert [True, False, False] == [outcome.applied for outcome in heard.values()]
+        assert [(3, 4)] * 3 == [(outcome.step, outcome.held) for outcome in heard.values()]
+
+    def test_an_overdraft_is_not_applied(self) -> None:
+        """A request that was alone went beyond the limit: the plugin hears it."""
+        host = seat(actor("a", plan_blocks=lambda self: BlocksPlan(limit=5)))
+        host.block_limit(blocks())
+        host.settle_limit(1, held=6)
+
+        (outcome,) = plugin(host, "a").outcomes
+        assert (False, "a request that was alone went beyond the limit") == (outcome.applied, outcome.reason)
+
     OUTCOME = Outcome(seam=Seam.BLOCKS, step=1, applied=False, reason="short")
 
     def test_only_who_listens_is_told(self) -> None:
