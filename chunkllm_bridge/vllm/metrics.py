@@ -16,6 +16,9 @@ log = get_logger("vllm.metrics")
 INTERVAL = 1.0
 """Seconds between two readings of the engine's counters."""
 
+RANKS_EVERY = 10
+"""Readings of which one asks the workers too: they answer between two forward passes, so not each time."""
+
 
 class Sender(Protocol):
     async def send(self, command: Command) -> Reply: ...
@@ -30,6 +33,7 @@ class Reporter:
         self._itl = LatencySketch()
         self._alarm = Alarm(spec["plugin.latency.p99"])
         self._first = getattr(engine_client.engine_core, "client_index", 0) == 0
+        self._readings = 0
         self._task: asyncio.Task[None] | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -53,7 +57,8 @@ class Reporter:
             await asyncio.sleep(INTERVAL)
 
     async def _report(self) -> None:
-        reply = await self._line.send(Status(workers=False))
+        reply = await self._line.send(Status(workers=self._first and self._readings % RANKS_EVERY == 0))
+        self._readings += 1
         self._alarm.level = reply.data["alarms"]["latency_p99"]  # can be set while serving
         self._exporter.publish(self._latency_samples(), "0")
         if self._first:

@@ -27,21 +27,32 @@ KEY = "the-servers-own-key"
 only_vllm = pytest.mark.parametrize("engine", ["vllm"], indirect=True)
 
 
-@pytest.fixture(scope="module")
-def plain(serve: Callable[..., Any], deep_model: Path) -> Iterator[Running]:
+_texts: dict[str, list[str]] = {}  # by engine
+
+
+def texts(server: Running) -> list[str]:
+    return [stream.text for stream in server.streams(PROMPTS, 60)]
+
+
+@pytest.fixture(scope="class")
+def plain(serve: Callable[..., Any], deep_model: Path, engine: str) -> Iterator[Running]:
     """The engine as if we were not installed."""
     with serve(model=deep_model) as running:
+        _texts[engine] = texts(running)
         yield running
 
 
-@pytest.fixture(scope="module")
-def expected(plain: Running) -> list[str]:
-    """What the stock engine says."""
-    return [stream.text for stream in plain.streams(PROMPTS, 60)]
+@pytest.fixture
+def expected(serve: Callable[..., Any], deep_model: Path, engine: str) -> list[str]:
+    """What the stock engine says, asked once."""
+    if engine not in _texts:
+        with serve(model=deep_model) as running:
+            _texts[engine] = texts(running)
+    return _texts[engine]
 
 
 class TestWithout:
-    def test_nothing_of_ours_is_there(self, plain, expected) -> None:
+    def test_nothing_of_ours_is_there(self, plain) -> None:
         """Installed, but not asked for: no routes, no metrics, no token, nothing in the log."""
         for path in ("status", "config", "plugins"):
             assert 404 == plain.http.get(f"/chunkllm/{path}").status_code
@@ -58,36 +69,39 @@ class TestWithout:
         assert "--plugin chunkllm" in done.stderr
 
 
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package, installed with pip into a folder of its own."""
+    site = tmp_path_factory.mktemp("site")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+    subprocess.run([*pip, "--no-build-isolation", "--target", str(site), str(TINY_QUOTA)], check=True)
+    return site
+
+
+@pytest.fixture(scope="module")
+def spec_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("spec") / "chunkllm.toml"
+    file.write_text("plugin.priority = 40\n\n[plugins.tiny_quota]\nblocks = 7\npriority = 60\n")
+    return file
+
+
+@pytest.fixture(scope="class")
+def guest(serve: Callable[..., Any], deep_model: Path, site: Path, spec_file: Path) -> Iterator[Running]:
+    flags = ("--plugin", "chunkllm", "--plugin-config", str(spec_file), "--api-key", KEY)
+    options: dict[str, Any] = {"model": deep_model, "module": True, "key": KEY, "env": {"PYTHONPATH": str(site)}}
+    with serve(*flags, **options) as running:
+        yield running
+
+
 class TestOtherPackages:
-    """A third party's plugin, a spec file, an API key, and the other way in."""
+    """A third party's plugin, a spec file, an API key, and the other way in, all on one server."""
 
-    @pytest.fixture(scope="class")
-    def site(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """The package, installed with pip into a folder of its own."""
-        site = tmp_path_factory.mktemp("site")
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
-        subprocess.run([*pip, "--no-build-isolation", "--target", str(site), str(TINY_QUOTA)], check=True)
-        return site
-
-    @pytest.fixture(scope="class")
-    def spec_file(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        file = tmp_path_factory.mktemp("spec") / "chunkllm.toml"
-        file.write_text("plugin.priority = 40\n\n[plugins.tiny_quota]\nblocks = 7\npriority = 60\n")
-        return file
-
-    @pytest.fixture(scope="class")
-    def server(self, serve: Callable[..., Any], deep_model: Path, site: Path, spec_file: Path) -> Iterator[Running]:
-        flags = ("--plugin", "chunkllm", "--plugin-config", str(spec_file), "--api-key", KEY)
-        options: dict[str, Any] = {"model": deep_model, "module": True, "key": KEY, "env": {"PYTHONPATH": str(site)}}
-        with serve(*flags, **options) as running:
-            yield running
-
-    def test_a_plugin_of_thirty_lines(self, server, expected) -> None:
+    def test_a_plugin_of_thirty_lines(self, guest, expected) -> None:
         """Found by its entry point, seated by the spec file, in the server's status; after requests it was called, its
         limit of seven blocks held, and the texts are the stock engine's."""
-        seated = plugin(server.status(), "tiny_quota")
-        streams = server.streams(PROMPTS, 60)
-        status = server.wait_idle()
+        seated = plugin(guest.status(), "tiny_quota")
+        streams = guest.streams(PROMPTS, 60)
+        status = guest.wait_idle()
         active = plugin(status, "tiny_quota")
 
         assert expected == [stream.text for stream in streams]
@@ -97,97 +111,99 @@ class TestOtherPackages:
         assert active["calls"]["settle"] == status["kv"]["steps"]
         assert (7, 0) == (status["kv"]["limit"], status["kv"]["violations"])
         assert status["kv"]["peak_ever"] <= 7
-        row = next(row for row in server.json("plugins", "list")["plugins"] if row["name"] == "tiny_quota")
+        row = next(row for row in guest.json("plugins", "list")["plugins"] if row["name"] == "tiny_quota")
         assert "chunkllm-tiny-quota 0.1" in row["source"]
 
-    def test_its_own_settings_change_while_serving(self, server) -> None:
+    def test_its_own_settings_change_while_serving(self, guest) -> None:
         """`set plugins.tiny_quota.blocks=3`: a new generation of it; what its Config refuses changes nothing."""
-        before = plugin(server.status(), "tiny_quota")
-        reply = server.json("set", "plugins.tiny_quota.blocks=3")
-        refused = server.control("set", {"set": {"plugins.tiny_quota.blocks": 0}})
-        after = server.status()
+        before = plugin(guest.status(), "tiny_quota")
+        reply = guest.json("set", "plugins.tiny_quota.blocks=3")
+        refused = guest.control("set", {"set": {"plugins.tiny_quota.blocks": 0}})
+        after = guest.status()
 
         assert 3 == reply["kv"]["limit"] == after["kv"]["limit"]
         assert before["generation"] < plugin(after, "tiny_quota")["generation"]
         assert 422 == refused.status_code, refused.text
 
-    def test_good_specs_are_kept_beside_the_file(self, server, spec_file) -> None:
+    def test_good_specs_are_kept_beside_the_file(self, guest, spec_file) -> None:
         """The effective spec is written at start and after each change: what a rollback returns to."""
         folder = spec_file.parent / "chunkllm-state"
         written = len(list(folder.glob("spec-*.json")))
-        server.set(plugin__priority=41)
+        guest.set(plugin__priority=41)
 
         assert written >= 1
         assert written + 1 == len(list(folder.glob("spec-*.json")))
         newest = json.loads(max(folder.glob("spec-*.json")).read_text())
         assert 41 == newest["values"]["plugin.priority"][0]
 
-    def test_the_api_key_is_the_control_token(self, server) -> None:
+    def test_the_api_key_is_the_control_token(self, guest) -> None:
         """With `--api-key` there is one secret, and no token file."""
-        assert 200 == server.control("status", key=KEY).status_code
-        assert 401 == server.control("status", key="another").status_code
-        assert 401 == server.http.get("/chunkllm/status").status_code
-        assert 0 == server.chunkllm("status", "--url", server.server.url, "--token", KEY).returncode
-        assert not server.token_file.exists()
+        assert 200 == guest.control("status", key=KEY).status_code
+        assert 401 == guest.control("status", key="another").status_code
+        assert 401 == guest.http.get("/chunkllm/status").status_code
+        assert 0 == guest.chunkllm("status", "--url", guest.server.url, "--token", KEY).returncode
+        assert not guest.token_file.exists()
+
+
+@pytest.fixture(scope="class")
+def pair(serve: Callable[..., Any], house: House) -> Iterator[Running]:
+    share = f"kv_cache.memory_ratio={house.ratio(40, TINY)}"
+    with serve("--api-server-count", "2", "--plugin", "chunkllm", "--plugin-set", share) as running:
+        yield running
 
 
 @only_vllm
 class TestApiServers:
     """`--api-server-count 2`: two processes take requests for one engine."""
 
-    @pytest.fixture(scope="class")
-    def server(self, serve, house: House, engine: str) -> Iterator[Running]:
-        share = f"kv_cache.memory_ratio={house.ratio(40, TINY)}"
-        with serve("--api-server-count", "2", "--plugin", "chunkllm", "--plugin-set", share) as running:
-            yield running
-
-    def test_counters_are_not_doubled(self, server) -> None:
+    def test_counters_are_not_doubled(self, pair) -> None:
         """What the engine counted is there once, what each server saw is summed (vllm#7279, kserve#2979)."""
-        server.quota(9)
+        pair.quota(9)
         tokens = 90
         for _ in range(3):
-            assert all(tokens == len(stream.text) for stream in server.streams(PROMPTS, tokens))
-        kv = server.wait_idle()["kv"]
+            assert all(tokens == len(stream.text) for stream in pair.streams(PROMPTS, tokens))
+        kv = pair.wait_idle()["kv"]
 
-        server.wait_for_metric(kv["denied"], "kv_denied_total")
+        pair.wait_for_metric(kv["denied"], "kv_denied_total")
         assert 0 < kv["denied"]
-        server.wait_for_metric(3 * 8 * (tokens - 1), "inter_token_latency_seconds_count")
-        metrics = server.metrics()
+        pair.wait_for_metric(3 * 8 * (tokens - 1), "inter_token_latency_seconds_count")
+        metrics = pair.metrics()
         theirs = sum(v for k, v in metrics.items() if k.startswith("vllm:inter_token_latency_seconds_count"))
-        assert theirs == server.ours("inter_token_latency_seconds_count")
+        assert theirs == pair.ours("inter_token_latency_seconds_count")
         for name in ("preempted", "overdrafts", "violations"):
-            assert kv[name] == server.ours(f"kv_{name}_total")
-        assert (9, 40) == (server.ours("kv_limit_blocks"), server.ours("kv_total_blocks"))
-        assert 40 == server.ours("kv_blocks")
-        assert 1 == server.ours("info") == server.ours("ranks_in_step")
+            assert kv[name] == pair.ours(f"kv_{name}_total")
+        assert (9, 40) == (pair.ours("kv_limit_blocks"), pair.ours("kv_total_blocks"))
+        assert 40 == pair.ours("kv_blocks")
+        assert 1 == pair.ours("info") == pair.ours("ranks_in_step")
 
-    def test_each_of_them_takes_commands(self, server) -> None:
+    def test_each_of_them_takes_commands(self, pair) -> None:
         """Whichever answers, it is one engine: the same token, the same status."""
-        headers = {"Authorization": f"Bearer {server.key}"}
-        answers = [httpx.get(f"{server.server.url}/chunkllm/status", headers=headers).json() for _ in range(12)]
+        headers = {"Authorization": f"Bearer {pair.key}"}
+        answers = [httpx.get(f"{pair.server.url}/chunkllm/status", headers=headers).json() for _ in range(12)]
 
         assert 1 == len({(status["generation"], status["fingerprint"], status["kv"]["steps"]) for status in answers})
 
 
+@pytest.fixture(scope="class")
+def ranks(serve: Callable[..., Any], deep_model: Path) -> Iterator[Running]:
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("two ranks need two cores")
+    bind = {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[1]}"}
+    with serve("-tp", "2", "--plugin", "chunkllm", model=deep_model, env=bind) as running:
+        yield running
+
+
 @only_vllm
 class TestTensorParallel:
-    @pytest.fixture(scope="class")
-    def server(self, serve, deep_model: Path, engine: str) -> Iterator[Running]:
-        cores = sorted(os.sched_getaffinity(0))
-        if len(cores) < 2:
-            pytest.skip("two ranks need two cores")
-        bind = {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[1]}"}
-        with serve("-tp", "2", "--plugin", "chunkllm", model=deep_model, env=bind) as running:
-            yield running
-
-    def test_every_rank_moves_together(self, server, expected) -> None:
+    def test_every_rank_moves_together(self, ranks, expected) -> None:
         """Two ranks, one engine: a change is in force on both or on none, and the tokens are those of one rank
         (kvcached#372)."""
-        before = server.status()
-        server.quota(9)
-        texts = [stream.text for stream in server.streams(PROMPTS, 60)]
-        refused = server.control("set", {"set": {"kv_cache.memory_ratio": 0.9}})
-        after = server.wait_idle()
+        before = ranks.status()
+        ranks.quota(9)
+        texts = [stream.text for stream in ranks.streams(PROMPTS, 60)]
+        refused = ranks.control("set", {"set": {"kv_cache.memory_ratio": 0.9}})
+        after = ranks.wait_idle()
 
         assert expected == texts
         assert 409 == refused.status_code
@@ -198,7 +214,7 @@ class TestTensorParallel:
         assert before["fingerprint"] != after["fingerprint"]
         assert (9, 0) == (after["kv"]["limit"], after["kv"]["violations"])
         assert 0 < after["kv"]["peak"] <= 9
-        server.wait_for_metric(1, "ranks_in_step")
+        ranks.wait_for_metric(1, "ranks_in_step")
 
 
 @only_vllm
@@ -206,8 +222,8 @@ class TestBench:
     def test_the_benchmarks_take_the_flag(self, house: House, tiny_model: Path, tmp_path: Path, engine: str) -> None:
         """`vllm bench` runs with the bridge attached: what is measured is what is served."""
         script = ENGINES["vllm"].argv("", "", 0)[0]
-        flags = ("--dataset-name", "random", "--input-len", "8", "--output-len", "8", "--num-prompts", "4")
-        argv = [script, "bench", "throughput", "--model", str(tiny_model), *house.args, *flags]
+        flags = ("--dataset-name", "random", "--random-input-len", "8", "--random-output-len", "8")
+        argv = [script, "bench", "throughput", "--model", str(tiny_model), *house.args, *flags, "--num-prompts", "4"]
         quota = ("--plugin", "chunkllm", "--plugin-set", f"kv_cache.memory_ratio={house.ratio(40, TINY)}")
         env = {**os.environ, **ENGINES["vllm"].env, **house.env, "XDG_STATE_HOME": str(tmp_path)}
         env = {key: value for key, value in {**env, "VLLM_LOGGING_LEVEL": "INFO"}.items() if value is not None}
