@@ -30,6 +30,7 @@ class Generation:
     settle: Callable[[Outcome], None] | None  # None: it does not want to hear how a step went
     leases: list[Lease] = attrs.field(factory=list)
     closed: bool = False
+    steps: int = 0  # in which it was asked
     _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)  # a plugin may lease in threads of its own
 
     @property
@@ -41,7 +42,7 @@ class Generation:
         """ "active" only once it was called on the step path: loaded is not active."""
         if self.guard.tripped:
             return "tripped"
-        return "active" if any(self.guard.tally.calls[VERBS[seam]] for seam in self.verbs) else "seated"
+        return "active" if self.steps else "seated"
 
     def lease(self, ledger: Ledger, units: int) -> Lease | None:
         """Set memory aside until the plugin gives it back or this generation is closed. None: there is not so much."""

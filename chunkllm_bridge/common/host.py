@@ -185,7 +185,7 @@ class Host:
 
     # ---- the step path ----
 
-    def ask(self, seam: Seam, step: Step) -> Iterator[tuple[Generation, Plan | None, bool]]:
+    def ask(self, seam: Seam, step: Step, *, in_step: bool = True) -> Iterator[tuple[Generation, Plan | None, bool]]:
         """Each seated plugin's (generation, plan, failed), highest priority first, within the step's budget."""
         verb, kind = VERBS[seam], PLAN_TYPES[seam]
         started = self._clock()
@@ -195,13 +195,17 @@ class Host:
                 guard.tally.skipped += 1
                 yield generation, None, True
                 continue
+            generation.steps += in_step
             before = guard.tally.failures.total()
             plan = guard.plan(verb, generation.verbs[seam], step, kind)
             yield generation, plan, guard.tally.failures.total() != before
 
-    def block_limit(self, step: BlocksStep) -> int | None:
-        """The tightest of the plugins' limits. A failed call leaves that plugin's last limit standing."""
-        for generation, plan, failed in self.ask(Seam.BLOCKS, step):
+    def block_limit(self, step: BlocksStep, *, in_step: bool = True) -> int | None:
+        """The tightest of the plugins' limits. A failed call leaves that plugin's last limit standing.
+
+        Asked between two steps too (`in_step=False`), so that a change shows before the next one.
+        """
+        for generation, plan, failed in self.ask(Seam.BLOCKS, step, in_step=in_step):
             if isinstance(plan, BlocksPlan):
                 self._limits[generation.name] = plan.limit
             elif not failed:

@@ -157,7 +157,7 @@ class FakeBridge:
 
     # ---- BLOCKS ----
 
-    def _refresh_limit(self) -> None:
+    def _refresh_limit(self, *, in_step: bool = False) -> None:
         counts = self.engine.pool.counts
         step = BlocksStep(
             index=self.engine.index,
@@ -166,7 +166,7 @@ class FakeBridge:
             available=counts.available,
             **self._requests(),
         )
-        self.quota.set_limit(self.host.block_limit(step))
+        self.quota.set_limit(self.host.block_limit(step, in_step=in_step))
 
     def _free_blocks(self, original: Callable[[], int]) -> int:
         return self.quota.hidden_free(original()) if self._hiding else original()
@@ -186,7 +186,7 @@ class FakeBridge:
 
     def _schedule(self, original: Callable[[], list[Request]]) -> list[Request]:
         engine = self.engine
-        self._refresh_limit()
+        self._refresh_limit(in_step=True)
         while len(engine.running) > 1 and self.quota.excess(engine.held()):
             engine.preempt(engine.running[-1])
             self.quota.note_preempted()

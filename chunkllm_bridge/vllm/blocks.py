@@ -103,7 +103,7 @@ class SchedulerBridge:
     def _wrap_schedule(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def schedule(*args: Any, **kwargs: Any) -> Any:
             self.step += 1
-            if self.quota.excess(self.refresh_limit()):
+            if self.quota.excess(self.refresh_limit(in_step=True)):
                 self._preempt_down()
             held = self._new_prefills()
             if held:
@@ -128,7 +128,7 @@ class SchedulerBridge:
 
     # ---- BLOCKS ----
 
-    def refresh_limit(self) -> int:
+    def refresh_limit(self, *, in_step: bool = False) -> int:
         """Ask the plugins for the limit and put it in force. Returns what is held now."""
         held = self.held()
         limit = self.host.block_limit(
@@ -139,7 +139,8 @@ class SchedulerBridge:
                 available=self.total - held,
                 running=len(self.scheduler.running),
                 waiting=len(self.scheduler.waiting),
-            )
+            ),
+            in_step=in_step,
         )
         before = self.quota.limit
         self.quota.set_limit(limit)

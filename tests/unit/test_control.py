@@ -159,12 +159,21 @@ class TestReplies:
         assert bridge.status()["in_step"] is False
 
     def test_config_and_plugins_say_what_is_in_effect(self, bridge: FakeBridge) -> None:
+        """A plugin is active once a step has asked it; attaching alone makes none active (flash-head PR#2)."""
         config = bridge.desk.handle({"command": "config"})["data"]
         rows = {row["key"]: (row["value"], row["source"]) for row in config["parameters"]}
-        plugins = {row["name"]: row["state"] for row in bridge.desk.handle({"command": "plugins"})["data"]["plugins"]}
+
+        def states() -> dict[str, str]:
+            listed = bridge.desk.handle({"command": "plugins"})["data"]["plugins"]
+            return {row["name"]: row["state"] for row in listed}
+
+        before = states()
+        bridge.engine.add(prompt=5, max_tokens=2)
+        bridge.engine.run()
 
         assert ("5", "--plugin-set") == rows["plugins.mine.size"]
-        assert {"mine": "active", "paged_kv": "active", "batch_window": "seated"} == plugins
+        assert {"mine": "seated", "paged_kv": "seated", "batch_window": "seated"} == before
+        assert {"mine": "active", "paged_kv": "active", "batch_window": "seated"} == states()
 
 
 class TestSet:
