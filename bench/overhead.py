@@ -257,7 +257,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8], choices=range(1, len(PROMPTS) + 1))
     parser.add_argument("--tokens", type=int, default=48, help="output tokens per stream and run")
     parser.add_argument("--rounds", type=int, default=4, help="with fresh servers each; an even number is fair")
-    parser.add_argument("--minutes", type=float, default=16.0, help="time for pairs, in all rounds together")
+    parser.add_argument("--minutes", type=float, default=8.0, help="time for pairs, in all rounds together")
     parser.add_argument("--control", action="store_true", help="stock against stock")
     options = parser.parse_args()
     return run(lambda console: benchmark(options, console))

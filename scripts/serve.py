@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import FrameType
 
 from rich.console import Console
@@ -73,7 +74,9 @@ def main() -> int:
 
 
 def serve(server: Server, console: Console) -> None:
-    with server:
+    server.start()
+    with ExitStack() as stack:
+        stack.push(server)  # stopped as by `with server`, which would wait without showing anything
         wait_ready(server, console)
         console.print(
             f"""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from scripts.serve import serve
 from tests.support import server as module
 from tests.support.server import Engine, Server, ServerError, attempt
 
@@ -109,3 +113,15 @@ def test_own_environment_is_not_changed(pretend, log_file: Path):
     Server("m", engine="pretend", log_file=log_file, env={"CHUNKLLM_TEST": "1"})
 
     assert before == dict(os.environ)
+
+
+def test_serving_tells_how_long_the_start_took(pretend, log_file: Path):
+    """`make serve` waits in sight, not before it shows anything; a server that ends by itself is an error."""
+    pretend("import os, threading, time; time.sleep(1); threading.Timer(3, os._exit, [5]).start()" + ANSWERS)
+    server, screen = Server("m", engine="pretend", log_file=log_file), io.StringIO()
+
+    with pytest.raises(ServerError, match="exit code 5"):
+        serve(server, Console(file=screen, width=120))
+
+    assert re.search(r"server ready on \S+ after [1-3] s", screen.getvalue())
+    assert not server.alive
