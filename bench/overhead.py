@@ -243,7 +243,9 @@ def benchmark(options: argparse.Namespace, console: Console) -> None:
     seen = {streams: pairs.disturbed for streams, pairs in taken.items()}
     left_out = sum(pairs.settle() for pairs in taken.values())
     kind = "control" if options.control else "overhead"
-    console.print(table(taken, f"{options.engine}, {kind}: bridge against stock, medians of pairs"))
+    console.print(
+        table(taken, f"{options.engine}, {kind}: bridge against stock, medians of pairs"), width=120, crop=False
+    )
     if any(seen.values()):
         console.print(f"{sum(seen.values())} pairs were disturbed by something else; {left_out} were left out")
     path = OUT / f"{kind}-{options.engine}.json"
@@ -257,7 +259,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8], choices=range(1, len(PROMPTS) + 1))
     parser.add_argument("--tokens", type=int, default=48, help="output tokens per stream and run")
     parser.add_argument("--rounds", type=int, default=4, help="with fresh servers each; an even number is fair")
-    parser.add_argument("--minutes", type=float, default=8.0, help="time for pairs, in all rounds together")
+    parser.add_argument("--minutes", type=float, default=6.0, help="time for pairs, in all rounds together")
     parser.add_argument("--control", action="store_true", help="stock against stock")
     options = parser.parse_args()
     return run(lambda console: benchmark(options, console))

@@ -272,6 +272,8 @@ def main() -> None:
 
 
 def problem_rows(error: BridgeError) -> list[dict[str, Any]]:
+    if isinstance(error, ControlError):
+        return [{"reason": text} for text in error.problems]
     problems: Sequence[Problem] = error.problems if isinstance(error, ConfigError) else ()
     return [
         {"key": p.key, "value": p.value, "reason": p.reason, "where": p.where, "nearest": p.nearest} for p in problems

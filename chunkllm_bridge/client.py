@@ -63,7 +63,8 @@ class Client:
             raise ControlError(f"{self.url} answered {response.status_code} and nothing of ours", 502)
         if response.is_error:
             said = data.get("error") or data
-            raise ControlError(str(said.get("message", said) if isinstance(said, dict) else said), response.status_code)
+            text = str(said.get("message", said) if isinstance(said, dict) else said)
+            raise ControlError(text, response.status_code, data.get("problems") or ())
         return data
 
 

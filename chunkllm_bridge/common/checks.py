@@ -117,7 +117,7 @@ def _unknown(given: Given, catalogue: Catalogue) -> Problem | None:
     whole = attrs.evolve(given, value=None)
     if given.key == HOT_RELOAD or (keys[0] == "plugins" and keys[2:] == ("hot_reload",)):
         name = keys[1] if keys[0] == "plugins" else "NAME"
-        return _problem(whole, f"is a command, not a setting: run `chunkllm reload {name}`")
+        return _problem(whole, f"is a command, not a setting: `chunkllm reload {name}`, which a later version brings")
     if keys[0] == "plugins":
         if len(keys) == 1 or keys[1] in names:
             return None

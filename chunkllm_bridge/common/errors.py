@@ -63,8 +63,9 @@ class QuotaError(BridgeError):
 class ControlError(BridgeError):
     """A command that the running engine refused; `status` is the HTTP status that says so."""
 
-    def __init__(self, message: str, status: int = 400) -> None:
+    def __init__(self, message: str, status: int = 400, problems: Sequence[str] = ()) -> None:
         self.status = status
+        self.problems = tuple(problems)  # each mistake in what was given
         if status in (400, 422):  # what was given is wrong, as in a spec file
             self.exit_code = 2
         super().__init__(message)

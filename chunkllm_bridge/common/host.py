@@ -180,6 +180,7 @@ class Host:
             seam: [(gen.guard, gen.settle) for gen in seats if gen.settle is not None]
             for seam, seats in self._seats.items()
         }
+        self._fingerprint = fingerprint(self.spec, self.registry)  # reads every plugin's metadata: once per change
         windows = [self.spec.for_plugin(gen.name, "batch_window") or 0.0 for gen in self._seats[Seam.BATCHING]]
         self._window = max(windows, default=0.0)
 
@@ -222,16 +223,22 @@ class Host:
 
     def hold(self, step: BatchingStep) -> bool:
         """Whether the new prefills wait one more step: the longest hold asked for, never beyond the batch window."""
-        until = 0.0
+        wishes: dict[str, float] = {}  # by plugin
         for generation, plan, _ in self.ask(Seam.BATCHING, step):
             if isinstance(plan, BatchingPlan):
                 window = self.spec.for_plugin(generation.name, "batch_window") or 0.0
-                until = max(until, min(plan.hold_until, window))
-        held = step.oldest_wait < until
-        if self.settles(Seam.BATCHING):
-            outcome = Outcome(seam=Seam.BATCHING, step=step.index, applied=held, waited=step.oldest_wait)
-            self.settle(Seam.BATCHING, outcome)
-        return held
+                wishes[generation.name] = min(plan.hold_until, window)
+        for guard, settle in self._settlers[Seam.BATCHING]:
+            wish, reason = wishes.get(guard.name), ""
+            if wish is None:
+                reason = "it asked for no hold"
+            elif step.oldest_wait >= wish:
+                reason = f"its hold of {wish * 1e3:g} ms is over"
+            outcome = Outcome(
+                seam=Seam.BATCHING, step=step.index, applied=not reason, reason=reason, waited=step.oldest_wait
+            )
+            guard.plan("settle", settle, outcome, NoneType)
+        return step.oldest_wait < max(wishes.values(), default=0.0)
 
     def seated(self, seam: Seam) -> bool:
         """Whether any plugin has a seat there: an adapter builds no step for nobody."""
@@ -248,6 +255,8 @@ class Host:
 
     def settle_limit(self, index: int, held: int) -> None:
         """Tell each BLOCKS plugin whether its limit was the one in force in a step, and whether it was kept."""
+        if not self._settlers[Seam.BLOCKS]:
+            return
         tightest = min(self._limits.values(), default=0)
         for guard, settle in self._settlers[Seam.BLOCKS]:
             own = self._limits.get(guard.name)
@@ -263,7 +272,7 @@ class Host:
     # ---- for people ----
 
     def fingerprint(self) -> str:
-        return fingerprint(self.spec, self.registry)
+        return self._fingerprint
 
     def report(self) -> dict[str, Any]:
         plugins = [self._seated[name].report() for name in sorted(self._seated)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -140,8 +141,15 @@ class Exporter:
             if name in fresh:
                 for gone in self._last.get(name, set()) - fresh[name]:
                     if gone[0] == engine:
-                        self._gauges[name].labels(*gone).set(0)
-                self._last[name] = self._last.get(name, set()) | fresh[name]
+                        self._retire(name, gone)
+                others = {values for values in self._last.get(name, set()) if values[0] != engine}
+                self._last[name] = others | fresh[name]
+
+    def _retire(self, name: str, values: tuple[str, ...]) -> None:
+        """A series that is no more. In multi-process mode prometheus_client cannot remove one, so it stays at 0."""
+        self._gauges[name].labels(*values).set(0)
+        if not os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+            self._gauges[name].remove(*values)
 
     def _forget(self, engine: str, plugin: str) -> None:
         self._seen = {key: value for key, value in self._seen.items() if key[1:3] != (engine, plugin)}

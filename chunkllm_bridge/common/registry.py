@@ -39,9 +39,9 @@ class Registry:
         self._classes: dict[str, type[Plugin]] = {}
 
     @classmethod
-    def installed(cls, environ: Mapping[str, str] = os.environ) -> Registry:
+    def installed(cls, environ: Mapping[str, str] | None = None) -> Registry:
         """What `importlib.metadata` finds, filtered by the allow-list."""
-        allow = environ.get(ALLOW)
+        allow = (os.environ if environ is None else environ).get(ALLOW)
         names = None if allow is None else frozenset(name.strip() for name in allow.split(",") if name.strip())
         return cls(entry_points(group=GROUP), names)
 

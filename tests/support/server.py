@@ -65,7 +65,7 @@ class Server:
     """
 
     HOST = "127.0.0.1"
-    GRACE = 20.0  # seconds between SIGINT and SIGKILL
+    GRACE = 20.0  # seconds between SIGTERM and SIGKILL
 
     def __init__(
         self,
@@ -115,10 +115,10 @@ class Server:
         raise ServerError(f"the server was not ready within {self.timeout:.0f} s\n{self.tail()}")
 
     def stop(self) -> int:
-        """Ask it to end as Ctrl-C would; what is left of its process group after the grace is killed."""
+        """Ask it to end; what is left of its process group after the grace is killed."""
         process = self.process
         if process.poll() is None:
-            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGTERM)  # a shell in the background makes its children ignore SIGINT
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=self.GRACE)
         with suppress(ProcessLookupError):

@@ -554,12 +554,19 @@ class TestBatching:
             **{"plugin.batch_window": "10ms", "plugin.disable": ["batch_window"]},
         )
 
-    def test_plugins_hear_what_came_of_it(self) -> None:
-        host = seat(actor("a"), **{"plugin.batch_window": "10ms"})
-        host.hold(batching(0.004))
+    def test_each_hears_what_came_of_its_own_hold(self) -> None:
+        """Whose hold keeps the requests waiting, whose is over, and who asked for none."""
+        host = seat(
+            actor("a", plan_batching=lambda self: BatchingPlan(hold_until=0.006)),
+            actor("b", plan_batching=lambda self: BatchingPlan(hold_until=0.002)),
+            actor("c"),
+            **{"plugin.batch_window": "10ms", "plugin.disable": ["batch_window"]},
+        )
+        assert host.hold(batching(0.004))
 
-        expected = Outcome(seam=Seam.BATCHING, step=1, applied=True, waited=0.004)
-        assert [expected] == plugin(host, "a").outcomes
+        heard = [plugin(host, name).outcomes[-1] for name in "abc"]
+        assert ["", "its hold of 2 ms is over", "it asked for no hold"] == [outcome.reason for outcome in heard]
+        assert [(True, 0.004), (False, 0.004), (False, 0.004)] == [(o.applied, o.waited) for o in heard]
 
 
 class TestSettling:

@@ -128,7 +128,10 @@ def test_a_series_that_is_over_falls_to_zero(registry: CollectorRegistry) -> Non
     exporter.publish(rows(1, 1), "1")
     exporter.publish(rows(2, 1), "0")
 
-    assert (0, 1) == tuple(read(registry, "plugin_active", plugin="mine", generation=g) for g in "12")
+    assert (None, 1) == tuple(
+        registry.get_sample_value(f"{PREFIX}plugin_active", {"engine": "0", "plugin": "mine", "generation": g})
+        for g in "12"
+    )
     labels = {"engine": "1", "plugin": "mine", "generation": "1"}
     assert 1 == registry.get_sample_value(f"{PREFIX}plugin_active", labels)
 
