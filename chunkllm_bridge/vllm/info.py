@@ -40,14 +40,14 @@ def capabilities(found: list[Probe] | None = None) -> frozenset[str]:
     return (frozenset({"kv.quota", "batch.window", "control", "metrics", "tp", "prefix_cache"}) | seams) - lost
 
 
-def launch_info() -> EngineInfo:
+def launch_info(found: list[Probe] | None = None) -> EngineInfo:
     """What can be said before a model is chosen: enough to refuse a spec that cannot work here."""
     machine = this_machine()
     return EngineInfo(
         engine="vllm",
         version=version(),
         role="launch",
-        capabilities=capabilities(),
+        capabilities=capabilities(found),
         device=machine.device,
         device_memory=machine.memory_bytes,
     )

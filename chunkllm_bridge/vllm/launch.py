@@ -174,7 +174,8 @@ def resolve(file: Path | None, sets: Sequence[str], *, strict: bool = True) -> A
 
     registry = Registry.installed()
     spec = Spec.resolve(file=file, sets=sets, hardware=this_machine(), catalogue=registry)
-    reasons = [*seam_reasons(info.probes(), strict=strict), *check(spec, registry, info.launch_info())]
+    found = info.probes()
+    reasons = [*seam_reasons(found, strict=strict), *check(spec, registry, info.launch_info(found))]
     if reasons:
         raise IncompatibleError("the plugin spec", reasons)
     if spec.origin is not None:

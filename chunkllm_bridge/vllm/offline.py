@@ -13,7 +13,7 @@ from chunkllm_bridge.common.control import Command, Config, Plugins, Reply, Set,
 from chunkllm_bridge.common.errors import ControlError, IncompatibleError
 from chunkllm_bridge.vllm import launch
 from chunkllm_bridge.vllm.control import CALL, check_handshake
-from chunkllm_bridge.vllm.transport import KEY, Passport
+from chunkllm_bridge.vllm.transport import KEY
 
 
 class LLM(VllmLLM):  # type: ignore[misc]  # an engine is Any to us
@@ -47,7 +47,7 @@ class LLM(VllmLLM):  # type: ignore[misc]  # an engine is Any to us
         others = kwargs.pop("additional_config", None) or {}
         super().__init__(*args, additional_config={**others, KEY: passport.to_wire()}, **kwargs)
         self.chunkllm = Control(self.llm_engine.engine_core)
-        check_handshake(self.chunkllm.status(), Passport.from_wire(passport.to_wire()))
+        check_handshake(self.chunkllm.status(), passport)
 
 
 class Control:
