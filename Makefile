@@ -2,7 +2,7 @@
 
 ENGINE  ?= vllm
 PYTHON  ?= python3
-ENGINES := vllm
+ENGINES := vllm sglang
 BIN     := .envs/$(ENGINE)/bin/python
 
 ifeq ($(filter $(ENGINES),$(ENGINE)),)

