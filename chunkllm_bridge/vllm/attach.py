@@ -5,16 +5,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import attrs
 
 from chunkllm_bridge.common.abi import EngineInfo, Seam
 from chunkllm_bridge.common.control import CoreDesk, Ports, RankDesk
-from chunkllm_bridge.common.errors import ControlError, IncompatibleError
+from chunkllm_bridge.common.errors import IncompatibleError
 from chunkllm_bridge.common.host import Host
 from chunkllm_bridge.common.log import get_logger
+from chunkllm_bridge.common.pool import (
+    allowed_reasons,
+    check_ratio,
+    check_shares,
+    layer_reasons,
+    pool_status,
+    ratio_bytes,
+)
 from chunkllm_bridge.common.seating import disabled
 from chunkllm_bridge.common.snapshots import Snapshots
 from chunkllm_bridge.common.spec import Spec
@@ -173,7 +179,7 @@ class CoreAttachment:
 
         return Ports(
             ranks=ranks,
-            pool=lambda: pool_status(self._bridge, about),
+            pool=lambda: self._pool(about),
             requests=lambda: {
                 "running": len(self._bridge.scheduler.running),
                 "waiting": len(self._bridge.scheduler.waiting),
@@ -181,6 +187,11 @@ class CoreAttachment:
             check=lambda spec: check_ratio(spec, about),
             committed=self._refresh,
         )
+
+    def _pool(self, about: EngineInfo) -> dict[str, Any]:
+        bridge = self._bridge
+        spec = bridge.host.spec
+        return pool_status(bridge.counts(), bridge.quota, about, spec, holds=bridge.holds, steps=bridge.step)
 
     def _refresh(self) -> None:
         self._bridge.refresh_limit()
@@ -199,12 +210,6 @@ def runs_apart(core: Any) -> bool:
 
 
 # ---- the pool ------------------------------------------------------------------------------------------------------
-
-
-def ratio_bytes(spec: Spec, about: EngineInfo) -> int | None:
-    """Bytes that `kv_cache.memory_ratio` gives one rank's pool; None leaves the size to the engine."""
-    ratio = spec["kv_cache.memory_ratio"]
-    return None if ratio == "engine" else int(ratio * about.device_memory)
 
 
 def cap_available_memory(executor: Any, spec: Spec, about: EngineInfo) -> Callable[[], None]:
@@ -235,64 +240,8 @@ def check_pool(executor: Any, spec: Spec, about: EngineInfo) -> Callable[[], Non
 
 def pool_reasons(config: Any, spec: Spec, about: EngineInfo) -> list[str]:
     """What is wrong with one rank's pool, with layers, bytes and the ratio that would fit."""
-    reasons = []
     sizes, total = facts.layer_bytes(config), facts.pool_bytes(config)
-    most = spec["kv_cache.max_layer_bytes"]
-    if over := {layer: size for layer, size in sizes.items() if size > most}:
-        layer, size = max(over.items(), key=lambda item: item[1])
-        fits = total / about.device_memory * most / size
-        reasons.append(
-            f"kv_cache.max_layer_bytes = {most}: {len(over)} of {len(sizes)} layers would hold more, {layer} {size} "
-            f"bytes; kv_cache.memory_ratio = {fits:.4f} would fit"
-        )
-    allowed = ratio_bytes(spec, about)
-    if allowed is not None and total > allowed:
-        reasons.append(
-            f"kv_cache.memory_ratio = {spec['kv_cache.memory_ratio']} allows {allowed} bytes, the engine was told to "
-            f"make {total} (--num-gpu-blocks-override?)"
-        )
-    return reasons
-
-
-def check_shares(spec: Spec, about: EngineInfo, weights: int, off: Container[str]) -> None:
-    """The sum of all shares and the weights must fit on the device; plugins that are off need none."""
-    ratio = spec["kv_cache.memory_ratio"]
-    parts = {"weights": weights / about.device_memory} if about.device_memory else {}
-    if ratio != "engine":
-        parts["kv_cache.memory_ratio"] = ratio
-    for name in spec.active:
-        if name not in off and (share := spec.for_plugin(name, "memory_ratio")):
-            parts[f"plugins.{name}.memory_ratio"] = share
-    if (total := sum(parts.values())) > 1 + 1e-9:
-        terms = " + ".join(f"{name} {share:.2f}" for name, share in parts.items())
-        raise IncompatibleError("the memory shares", [f"{terms} = {total:.2f} of the device's memory, more than all"])
-
-
-def check_ratio(spec: Spec, about: EngineInfo) -> None:
-    """A quota cannot grow beyond the pool made at start."""
-    ratio, most = spec["kv_cache.memory_ratio"], pool_share(about)
-    if ratio != "engine" and int(ratio * about.device_memory) // about.block_bytes > about.total_blocks + 1:
-        raise ControlError(
-            f"kv_cache.memory_ratio = {ratio}: the pool made at start is {most:.4f} of the memory "
-            f"({about.total_blocks} blocks); a larger one needs a restart",
-            409,
-        )
-
-
-def pool_share(about: EngineInfo) -> float:
-    return (about.total_blocks + 1) * about.block_bytes / max(1, about.device_memory)
-
-
-def pool_status(bridge: SchedulerBridge, about: EngineInfo) -> dict[str, Any]:
-    counts = bridge.counts()
-    return {
-        **attrs.asdict(counts),
-        **bridge.quota.as_dict(),
-        "conserved": counts.conserved,
-        "block_size": about.block_size,
-        "block_bytes": about.block_bytes,
-        "memory_ratio": bridge.host.spec["kv_cache.memory_ratio"],
-        "memory_ratio_max": pool_share(about),
-        "window_holds": bridge.holds,
-        "steps": bridge.step,
-    }
+    return [
+        *layer_reasons(sizes, total, spec, about),
+        *allowed_reasons(total, spec, about, "--num-gpu-blocks-override?"),
+    ]

@@ -20,6 +20,7 @@ from chunkllm_bridge.common import token
 from chunkllm_bridge.common.errors import BridgeError, ConfigError, IncompatibleError, Problem
 from chunkllm_bridge.common.log import get_logger
 from chunkllm_bridge.common.parameters import PARAMETERS
+from chunkllm_bridge.common.pool import ratio_bytes
 from chunkllm_bridge.common.registry import Registry
 from chunkllm_bridge.common.seating import check
 from chunkllm_bridge.common.snapshots import Snapshots
@@ -254,7 +255,7 @@ def is_offline(usage_context: Any = None, *args: Any, **kwargs: Any) -> bool:
 def activate(config: Any) -> None:
     """Make a resolved `VllmConfig` one that attaches the bridge wherever it arrives."""
     from chunkllm_bridge.vllm import info
-    from chunkllm_bridge.vllm.attach import GUARD, ratio_bytes
+    from chunkllm_bridge.vllm.attach import GUARD
     from chunkllm_bridge.vllm.transport import KEY, HashedConfig, Passport
 
     passport = Passport.in_config(config)
