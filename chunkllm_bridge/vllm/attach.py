@@ -13,6 +13,7 @@ from chunkllm_bridge.common.control import CoreDesk, Ports, RankDesk
 from chunkllm_bridge.common.errors import IncompatibleError
 from chunkllm_bridge.common.host import Host
 from chunkllm_bridge.common.log import get_logger
+from chunkllm_bridge.common.passport import Passport
 from chunkllm_bridge.common.pool import (
     allowed_reasons,
     check_ratio,
@@ -27,7 +28,7 @@ from chunkllm_bridge.common.spec import Spec
 from chunkllm_bridge.patches import vllm as patches
 from chunkllm_bridge.vllm import info as facts
 from chunkllm_bridge.vllm.blocks import SchedulerBridge
-from chunkllm_bridge.vllm.transport import Passport
+from chunkllm_bridge.vllm.transport import in_config
 
 log = get_logger("vllm.attach")
 
@@ -79,7 +80,7 @@ def wrap_initialize_kv_caches(original: Callable[..., Any]) -> Callable[..., Any
 
     @functools.wraps(original)
     def initialize_kv_caches(core: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        passport = Passport.in_config(vllm_config)
+        passport = in_config(vllm_config)
         if passport is None:
             return original(core, vllm_config, *args, **kwargs)
         return CoreAttachment(core, passport).around(original, vllm_config, *args, **kwargs)
@@ -153,7 +154,7 @@ class CoreAttachment:
 
     def _await_scheduler(self, scheduler_config: Any, host: Host) -> Callable[[], None]:
         """Bridge the scheduler as soon as the engine has made its own choice of one."""
-        scheduler_config.scheduler_cls = self.passport.scheduler_cls
+        scheduler_config.scheduler_cls = self.passport.engine.get("scheduler_cls")
 
         def wrap(original: Callable[[], type]) -> Callable[[], Callable[..., Any]]:
             def get_scheduler_cls() -> Callable[..., Any]:

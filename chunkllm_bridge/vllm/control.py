@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -16,13 +16,16 @@ from chunkllm_bridge.common import token
 from chunkllm_bridge.common.control import Command, Config, Plugins, Reply, Set, Status, encode, merge
 from chunkllm_bridge.common.errors import ControlError, IncompatibleError
 from chunkllm_bridge.common.log import get_logger
+from chunkllm_bridge.common.passport import Passport, check_handshake
 from chunkllm_bridge.vllm.metrics import Reporter
-from chunkllm_bridge.vllm.transport import Passport
+from chunkllm_bridge.vllm.transport import in_config
 
 log = get_logger("vllm.control")
 
 CALL = "chunkllm_control"
 """The attribute of EngineCore that takes a message and gives a reply; vLLM's utility calls find it by name."""
+CORE = "EngineCore"
+"""What vLLM calls the process that schedules."""
 PATIENCE = 0.25
 """Seconds between two looks at whether the engine that is to answer lives."""
 LONGEST = 65536
@@ -108,7 +111,7 @@ class ControlEndpoint:
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Shake hands with EngineCore, or refuse to serve; publish the token; start reporting."""
-        passport = None if engine_client is None else Passport.in_config(engine_client.vllm_config)
+        passport = None if engine_client is None else in_config(engine_client.vllm_config)
         if passport is None:
             return
         passport.verify("API server")
@@ -166,16 +169,4 @@ async def shake_hands(line: Line, passport: Passport) -> None:
         reply = await line.send(Status())
     except Exception as error:  # an EngineCore without the bridge has no such call; vLLM wraps what it raises
         raise IncompatibleError("the bridge in the EngineCore process", [f"it does not answer: {error}"]) from error
-    check_handshake(reply.data, passport)
-
-
-def check_handshake(status: Mapping[str, Any], passport: Passport) -> None:
-    """Compare every EngineCore and worker in a status with the passport. Raises `IncompatibleError` naming each."""
-    reasons = []
-    for number, engine in enumerate(status.get("engines", [status])):
-        for place in [{**engine, "role": "EngineCore", "rank": number}, *engine["workers"]]:
-            if (found := place.get("fingerprint")) != passport.fingerprint:
-                where = f"engine {number}: {place['role']} of rank {place['rank']}"
-                reasons.append(f"{where} has fingerprint {found}, where it was launched {passport.fingerprint}")
-    if reasons:
-        raise IncompatibleError("the bridge", reasons)
+    check_handshake(reply.data, passport, CORE)

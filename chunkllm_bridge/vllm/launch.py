@@ -20,6 +20,7 @@ from chunkllm_bridge.common import token
 from chunkllm_bridge.common.errors import BridgeError, ConfigError, IncompatibleError, Problem
 from chunkllm_bridge.common.log import get_logger
 from chunkllm_bridge.common.parameters import PARAMETERS
+from chunkllm_bridge.common.passport import KEY, Passport
 from chunkllm_bridge.common.pool import ratio_bytes
 from chunkllm_bridge.common.registry import Registry
 from chunkllm_bridge.common.seating import check
@@ -27,6 +28,7 @@ from chunkllm_bridge.common.snapshots import Snapshots
 from chunkllm_bridge.common.spec import Spec
 from chunkllm_bridge.common.values import to_text
 from chunkllm_bridge.patches import Probe
+from chunkllm_bridge.vllm.transport import HashedConfig, in_config, travels_in
 
 log = get_logger("vllm.launch")
 
@@ -136,10 +138,8 @@ def stopping_on_mistakes() -> Iterator[None]:
 
 def take_flags(args: argparse.Namespace) -> None:
     """Resolve the flags into a passport, in place: spawned API servers get the same `args`. Raises `BridgeError`."""
-    from chunkllm_bridge.vllm.transport import KEY, Passport
-
     given = dict(getattr(args, "additional_config", None) or {})
-    if Passport.travels_in(given):
+    if travels_in(given):
         return
     names = getattr(args, "plugin", None) or []
     file, sets = getattr(args, "plugin_config", None), getattr(args, "plugin_set", None) or []
@@ -171,7 +171,6 @@ def resolve(file: Path | None, sets: Sequence[str], *, strict: bool = True) -> A
     """Check everything that can be checked before the model is loaded. Raises `ConfigError` or `IncompatibleError`."""
     from chunkllm_bridge.common.profiles import this_machine
     from chunkllm_bridge.vllm import info
-    from chunkllm_bridge.vllm.transport import Passport
 
     registry = Registry.installed()
     spec = Spec.resolve(file=file, sets=sets, hardware=this_machine(), catalogue=registry)
@@ -230,12 +229,10 @@ def wished(wish: object) -> tuple[Path | None, list[str]]:
 def wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from chunkllm_bridge.vllm.transport import KEY, Passport
-
         given = self.additional_config
         if not isinstance(given, Mapping) or KEY not in given:
             return original(self, *args, **kwargs)
-        if not Passport.travels_in(given):  # from Python: additional_config={"chunkllm": {...}}
+        if not travels_in(given):  # from Python: additional_config={"chunkllm": {...}}
             passport = resolve(*wished(given[KEY]))
             self.additional_config = {**given, KEY: passport.to_wire()}
             if not is_offline(*args, **kwargs):
@@ -256,15 +253,14 @@ def activate(config: Any) -> None:
     """Make a resolved `VllmConfig` one that attaches the bridge wherever it arrives."""
     from chunkllm_bridge.vllm import info
     from chunkllm_bridge.vllm.attach import GUARD
-    from chunkllm_bridge.vllm.transport import KEY, HashedConfig, Passport
 
-    passport = Passport.in_config(config)
+    passport = in_config(config)
     assert passport is not None
     scheduler, cache = config.scheduler_config, config.cache_config
     if scheduler.scheduler_cls != GUARD:
         chosen = scheduler.scheduler_cls
         name = f"{chosen.__module__}.{chosen.__qualname__}" if isinstance(chosen, type) else chosen
-        passport = attrs.evolve(passport, scheduler_cls=name)
+        passport = attrs.evolve(passport, engine={"scheduler_cls": name})  # put back once ours need not stand guard
         scheduler.scheduler_cls = GUARD
     config.additional_config = HashedConfig({**config.additional_config, KEY: passport.to_wire()})
     if config.device_config.device_type == "cpu":

@@ -11,9 +11,9 @@ from vllm import LLM as VllmLLM
 
 from chunkllm_bridge.common.control import Command, Config, Plugins, Reply, Set, Status, encode
 from chunkllm_bridge.common.errors import ControlError, IncompatibleError
+from chunkllm_bridge.common.passport import KEY, check_handshake
 from chunkllm_bridge.vllm import launch
-from chunkllm_bridge.vllm.control import CALL, check_handshake
-from chunkllm_bridge.vllm.transport import KEY
+from chunkllm_bridge.vllm.control import CALL, CORE
 
 
 class LLM(VllmLLM):  # type: ignore[misc]  # an engine is Any to us
@@ -47,7 +47,7 @@ class LLM(VllmLLM):  # type: ignore[misc]  # an engine is Any to us
         others = kwargs.pop("additional_config", None) or {}
         super().__init__(*args, additional_config={**others, KEY: passport.to_wire()}, **kwargs)
         self.chunkllm = Control(self.llm_engine.engine_core)
-        check_handshake(self.chunkllm.status(), passport)
+        check_handshake(self.chunkllm.status(), passport, CORE)
 
 
 class Control:

@@ -1,4 +1,4 @@
-"""How a spec travels inside vLLM's own config: resolved once at launch, read in every process."""
+"""How a passport travels inside vLLM's own config, `VllmConfig.additional_config`, into every process."""
 
 from __future__ import annotations
 
@@ -7,15 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import attrs
-
-from chunkllm_bridge.common.errors import BridgeError, IncompatibleError
-from chunkllm_bridge.common.registry import Registry
-from chunkllm_bridge.common.seating import fingerprint
-from chunkllm_bridge.common.spec import Spec
-
-KEY = "chunkllm"
-"""Our key in `VllmConfig.additional_config`."""
+from chunkllm_bridge.common.passport import KEY, Passport
 
 
 class HashedConfig(Mapping[str, Any]):
@@ -49,56 +41,12 @@ class HashedConfig(Mapping[str, Any]):
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-@attrs.frozen(kw_only=True)
-class Passport:
-    """The resolved spec and what every process must find on checking it."""
+def travels_in(additional_config: object) -> bool:
+    """Whether a passport is in there already, and not a user's wish."""
+    return isinstance(additional_config, Mapping) and Passport.is_wire(additional_config.get(KEY))
 
-    spec: Spec
-    fingerprint: str
-    strict: bool = True
-    scheduler_cls: str | None = None  # the user's --scheduler-cls, while ours stands guard in its place
 
-    @classmethod
-    def issue(cls, spec: Spec, registry: Registry, *, strict: bool = True) -> Passport:
-        return cls(spec=spec, fingerprint=fingerprint(spec, registry), strict=strict)
-
-    def to_wire(self) -> dict[str, Any]:
-        return {
-            "spec": self.spec.to_wire(),
-            "fingerprint": self.fingerprint,
-            "strict": self.strict,
-            "scheduler_cls": self.scheduler_cls,
-        }
-
-    @classmethod
-    def from_wire(cls, wire: Mapping[str, Any]) -> Passport:
-        return cls(
-            spec=Spec.from_wire(wire["spec"]),
-            fingerprint=wire["fingerprint"],
-            strict=wire["strict"],
-            scheduler_cls=wire["scheduler_cls"],
-        )
-
-    @staticmethod
-    def travels_in(additional_config: object) -> bool:
-        """Whether this is a passport already, and not a user's wish."""
-        wish = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
-        return isinstance(wish, Mapping) and "fingerprint" in wish
-
-    @classmethod
-    def in_config(cls, vllm_config: Any) -> Passport | None:
-        """The passport in a `VllmConfig`, or None where the bridge is off."""
-        config = vllm_config.additional_config
-        return cls.from_wire(config[KEY]) if cls.travels_in(config) else None
-
-    def verify(self, process: str) -> Registry:
-        """Check that this process sees the same bridge, plugins and config. Raises `IncompatibleError`."""
-        registry = Registry.installed()
-        try:
-            found = fingerprint(self.spec, registry)
-        except BridgeError as error:
-            raise IncompatibleError(f"the bridge in the {process}", [str(error)]) from error
-        if found != self.fingerprint:
-            reason = f"fingerprint {found}, where it was launched {self.fingerprint}: other plugins or versions here"
-            raise IncompatibleError(f"the bridge in the {process}", [reason])
-        return registry
+def in_config(vllm_config: Any) -> Passport | None:
+    """The passport in a `VllmConfig`, or None where the bridge is off."""
+    config = vllm_config.additional_config
+    return Passport.from_wire(config[KEY]) if travels_in(config) else None

@@ -26,10 +26,11 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
 from chunkllm_bridge.common.errors import ConfigError, IncompatibleError
+from chunkllm_bridge.common.passport import KEY, Passport
 from chunkllm_bridge.patches import vllm as patches
 from chunkllm_bridge.vllm import doctor, info, launch
 from chunkllm_bridge.vllm.attach import GUARD, CoreAttachment, NotAttached
-from chunkllm_bridge.vllm.transport import KEY, HashedConfig, Passport
+from chunkllm_bridge.vllm.transport import HashedConfig, in_config
 from tests.engines.conftest import plugin_source
 from tests.engines.simulation import make_host
 
@@ -84,7 +85,7 @@ def bridged(*sets: str, more: Sequence[str] = ()) -> list[str]:
 
 
 def passport(config: Any) -> Passport:
-    found = Passport.in_config(config)
+    found = in_config(config)
     assert found is not None
     return found
 
@@ -388,7 +389,7 @@ class TestScheduler:
         undo = attachment._await_scheduler(config.scheduler_config, make_host(41))
         undo()
 
-        assert given == passport(config).scheduler_cls
+        assert given == passport(config).engine["scheduler_cls"]
         assert stock.scheduler_config.get_scheduler_cls() is config.scheduler_config.get_scheduler_cls()
 
     def test_a_child_without_the_bridge_is_refused(self, resolve) -> None:

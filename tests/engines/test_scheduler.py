@@ -13,9 +13,9 @@ pytest.importorskip("vllm")
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from chunkllm_bridge.common.passport import Passport
 from chunkllm_bridge.common.registry import Registry
 from chunkllm_bridge.vllm.attach import GUARD, CoreAttachment
-from chunkllm_bridge.vllm.transport import Passport
 from tests.engines.simulation import Simulation, make_host, make_scheduler, some_job, vllm_config
 
 SEEDS = range(6)
