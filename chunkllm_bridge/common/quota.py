@@ -346,10 +346,14 @@ class PoolQuota:
 
     def set_limit(self, limit: int | None) -> None:
         """None lifts it. At least one unit, or nothing would ever run."""
-        limit = self.total if limit is None else max(1, min(limit, self.total))
+        limit = self.bounded(limit)
         if limit != self.limit:
             self.limit = limit
             self.peak = 0
+
+    def bounded(self, limit: int | None) -> int:
+        """The limit that `set_limit` would put in force."""
+        return self.total if limit is None else max(1, min(limit, self.total))
 
     def reserve(self) -> int:
         """Units that an adapter hides from the engine's free count."""

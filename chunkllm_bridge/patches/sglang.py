@@ -1,0 +1,121 @@
+"""What we wrap or lean on in SGLang (read in 0.5.23; seen unchanged by name from 0.5.22)."""
+
+from __future__ import annotations
+
+from chunkllm_bridge.patches import Patch
+
+# ---- a scheduler process -------------------------------------------------------------------------------------------
+
+INIT_POOL = Patch(
+    target="sglang.srt.managers.scheduler:Scheduler.init_target_memory_pool",
+    parameters=(),
+    fingerprints=("f5400245f6ab",),
+    capability="attach",
+    why="the moment in a scheduler at which its model is loaded and no KV pool is sized yet",
+    remove_when="the scheduler offers a plugin hook before its pools",
+)
+INIT_INFO = Patch(
+    target="sglang.srt.managers.scheduler:Scheduler.get_init_info",
+    parameters=(),
+    fingerprints=("066f424a7fd1",),
+    capability="attach",
+    why="the moment at which a scheduler is complete, and the way to say what it attached before anybody is served",
+    remove_when="SGLang reports what each plugin did in each process",
+)
+RELEASE = Patch(
+    target="sglang.srt.managers.scheduler:Scheduler.release_host_resources",
+    parameters=(),
+    fingerprints=("3f6a1a7df235",),
+    capability="attach",
+    why="plugins are promised a close at the end, and nothing else of a scheduler knows when that is",
+    remove_when="the scheduler offers a plugin hook at its end",
+)
+PROFILE_BYTES = Patch(
+    target="sglang.srt.mem_cache.kv_cache_configurator:KVCacheConfigurator._profile_available_bytes",
+    parameters=("pre_model_load_memory",),
+    fingerprints=("b4514d2a80e9",),
+    capability="kv.quota",
+    why="kv_cache.memory_ratio caps the pool in bytes, and the engine's own option counts tokens of one dtype",
+    remove_when="the pool can be capped in bytes",
+)
+POOL_CONFIG = Patch(
+    target="sglang.srt.mem_cache.kv_cache_configurator:KVCacheConfigurator._resolve_memory_pool_config",
+    parameters=("pre_model_load_memory",),
+    fingerprints=("488c0a6cafca",),
+    capability="kv.quota",
+    why="a pool that breaks the spec is refused before it is allocated",
+    remove_when="the scheduler offers a plugin hook before its pools",
+)
+GET_NEXT_BATCH = Patch(
+    target="sglang.srt.managers.scheduler:Scheduler.get_next_batch_to_run",
+    parameters=("running_batch", "last_batch"),
+    fingerprints=("b040e3db615e",),
+    capability="kv.quota",
+    why="a step begins and ends here, in the normal and in the overlapping loop",
+    remove_when="the scheduler offers a step hook",
+)
+GET_NEW_PREFILL = Patch(
+    target="sglang.srt.managers.scheduler:Scheduler._get_new_batch_prefill_raw",
+    parameters=("running_batch",),
+    fingerprints=("2eb02378cd28",),
+    capability="batch.window",
+    why="new requests are hidden here while a window holds them, and one may go alone where a quota is below a request",
+    remove_when="admission is a seam that a plugin can subclass without replacing it",
+)
+UPDATE_RUNNING = Patch(
+    target="sglang.srt.managers.scheduler:Scheduler.update_running_batch",
+    parameters=("batch",),
+    fingerprints=("0176fb9c1a6e",),
+    capability="kv.quota",
+    why="the requests that a lowered quota sends back are counted here",
+    remove_when="the scheduler says whom it retracted and why",
+)
+POLL_ABORTS = Patch(
+    target="sglang.srt.managers.scheduler:Scheduler._poll_timeout_aborts",
+    parameters=(),
+    fingerprints=("e48c51310aff",),
+    capability="kv.quota",
+    why="what the first rank alone decides has to reach all ranks in one place of the order of requests",
+    remove_when="a plugin can send a message of its own with the requests",
+)
+CREATE_PREFILL_BUDGET = Patch(
+    target="sglang.srt.mem_cache.allocator.base:BaseTokenToKVPoolAllocator.create_prefill_budget",
+    parameters=("tree_cache", "num_mixed_decode_tokens"),
+    fingerprints=("1fbf15d207e6",),
+    capability="kv.quota",
+    why="what may be admitted: the reserve is charged like tokens that are promised already",
+    remove_when="the allocator takes a limit",
+)
+CHECK_DECODE_CAPACITY = Patch(
+    target="sglang.srt.mem_cache.allocator.base:BaseTokenToKVPoolAllocator.check_decode_capacity",
+    parameters=("num_tokens", "tree_cache", "requests"),
+    fingerprints=("5075798dafab",),
+    capability="kv.quota",
+    why="what running requests may grow by; the engine's retraction converges on this very answer",
+    remove_when="the allocator takes a limit",
+)
+RETRACTION = Patch(
+    target="sglang.srt.managers.schedule_batch:ScheduleBatch.release_req",
+    parameters=("idx", "remaing_req_count"),
+    fingerprints=("90b706a60111",),
+    capability="kv.quota",
+    wraps=False,
+    why="requests give way to a prompt that was begun the way that the engine retracts them",
+    remove_when="the engine holds back the rest of a prompt that does not fit",
+)
+RETRACTION_ORDER = Patch(
+    target="sglang.srt.managers.schedule_batch:ScheduleBatch._get_decode_retraction_order",
+    parameters=("reqs",),
+    fingerprints=("bc3b7f14642e",),
+    capability="kv.quota",
+    wraps=False,
+    why="the victim is the one that the engine would choose",
+    remove_when="the engine holds back the rest of a prompt that does not fit",
+)
+
+SCHEDULER = (
+    *(INIT_POOL, INIT_INFO, RELEASE, PROFILE_BYTES, POOL_CONFIG, GET_NEXT_BATCH, GET_NEW_PREFILL, UPDATE_RUNNING),
+    *(POLL_ABORTS, CREATE_PREFILL_BUDGET, CHECK_DECODE_CAPACITY, RETRACTION, RETRACTION_ORDER),
+)
+
+PATCHES = (*SCHEDULER,)
