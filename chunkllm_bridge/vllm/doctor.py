@@ -8,8 +8,8 @@ from typing import Any
 
 import attrs
 
+from chunkllm_bridge.common.launching import NAME
 from chunkllm_bridge.vllm import info
-from chunkllm_bridge.vllm.launch import NAME
 
 
 def examine() -> dict[str, Any]:

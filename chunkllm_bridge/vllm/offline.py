@@ -11,6 +11,7 @@ from vllm import LLM as VllmLLM
 
 from chunkllm_bridge.common.control import Command, Config, Plugins, Reply, Set, Status, encode
 from chunkllm_bridge.common.errors import ControlError, IncompatibleError
+from chunkllm_bridge.common.launching import NAME, wish_of_arguments
 from chunkllm_bridge.common.passport import KEY, check_handshake
 from chunkllm_bridge.vllm import launch
 from chunkllm_bridge.vllm.control import CALL, CORE
@@ -30,19 +31,15 @@ class LLM(VllmLLM):  # type: ignore[misc]  # an engine is Any to us
         plugin_set: Sequence[str] | Mapping[str, Any] = (),
         **kwargs: Any,
     ) -> None:
-        if plugin is None:
-            if plugin_config is not None or plugin_set:
-                raise IncompatibleError("the plugin spec", ["plugin_config and plugin_set need plugin='chunkllm'"])
+        wish = wish_of_arguments(plugin, plugin_config, plugin_set)
+        if wish is None:
             super().__init__(*args, **kwargs)
             return
-        if plugin != launch.NAME:
-            raise IncompatibleError("the plugin spec", [f"plugin={plugin!r}: the bridge is called {launch.NAME!r}"])
         allowed = os.environ.get("VLLM_PLUGINS")
-        if allowed is not None and launch.NAME not in allowed.split(","):
-            reason = f"VLLM_PLUGINS={allowed} does not name {launch.NAME}, so vLLM would not load it; add it there"
+        if allowed is not None and NAME not in allowed.split(","):
+            reason = f"VLLM_PLUGINS={allowed} does not name {NAME}, so vLLM would not load it; add it there"
             raise IncompatibleError("the bridge", [reason])
-        sets = list(launch.wish_sets(plugin_set)) if isinstance(plugin_set, Mapping) else list(plugin_set)
-        passport = launch.resolve(None if plugin_config is None else Path(plugin_config), sets)
+        passport = launch.resolve(wish)
         launch.register()
         others = kwargs.pop("additional_config", None) or {}
         super().__init__(*args, additional_config={**others, KEY: passport.to_wire()}, **kwargs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -118,33 +117,6 @@ def test_a_token_that_cannot_be_written_is_told(
     assert "secret" not in caplog.text
 
 
-class TestWishes:
-    """What stands under our key in `additional_config`, or in `plugin_set` of the `LLM` class."""
-
-    def test_an_empty_table_seats_a_plugin(self) -> None:
-        """As it does in the file."""
-        assert (None, ["plugins.mine={}"]) == launch.wished({"plugins": {"mine": {}}})
-
-    def test_every_value_arrives_as_it_was(self) -> None:
-        """Also a smile, a list of tables, a text that looks like a number, and a path."""
-        values = {"a": "\U0001f600", "b": [{"c": 1}], "d": "10ms", "e": "0.1", "f": True, "g": "[x"}
-        written = launch.wished({"plugins": {"mine": values}, "rollback": {"config": Path("/s")}})[1]
-        read = {given.keys[-1]: given.value for given in read_sets(written)}
-
-        assert {**values, "config": "/s"} == read
-
-    @pytest.mark.parametrize("wish", [True, [], "on", {"plugin_config": 5}])
-    def test_what_is_no_table_is_a_mistake(self, wish: object) -> None:
-        with pytest.raises(ConfigError, match="additional_config"):
-            launch.wished(wish)
-
-
-def read_sets(sets: list[str]) -> Any:
-    from chunkllm_bridge.common.written import Source, read_sets
-
-    return read_sets(sets, [], Source("set"))
-
-
 class TestYaml:
     """vLLM's own `--config FILE.yaml`, which becomes flags."""
 
@@ -199,9 +171,3 @@ def test_a_large_pool_is_not_walked_at_every_reading(monkeypatch: pytest.MonkeyP
     bridge._count_again = 0.0
     bridge.counts(), bridge.counts()
     assert 3 == walks
-
-
-def test_json_is_what_a_yaml_table_becomes() -> None:
-    """And nothing else is taken for one."""
-    assert ["a.b=1", "c=d"] == list(launch.plain_sets([json.dumps({"a": {"b": 1}}), "c=d"]))
-    assert ["[1]", "3", "{"] == list(launch.plain_sets(["[1]", "3", "{"]))

@@ -26,6 +26,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
 from chunkllm_bridge.common.errors import ConfigError, IncompatibleError
+from chunkllm_bridge.common.launching import ACTIVE
 from chunkllm_bridge.common.passport import KEY, Passport
 from chunkllm_bridge.patches import vllm as patches
 from chunkllm_bridge.vllm import doctor, info, launch
@@ -111,7 +112,7 @@ class TestFlags:
         assert {} == config.additional_config
         assert config.scheduler_config.scheduler_cls is None
         assert {} == {name: os.environ[name] for name in os.environ.keys() - before.keys() if "VLLM_PLUGINS" in name}
-        assert launch.ACTIVE not in os.environ
+        assert ACTIVE not in os.environ
         assert not patches.INITIALIZE_KV_CACHES.applied()
 
     def test_with_the_flag_every_child_learns_of_it(self, resolve) -> None:
@@ -120,7 +121,7 @@ class TestFlags:
         config = resolve(*bridged("kv_cache.memory_ratio=0.1"))
 
         assert 0.1 == passport(config).spec["kv_cache.memory_ratio"]
-        assert "1" == os.environ[launch.ACTIVE]
+        assert "1" == os.environ[ACTIVE]
         allowed = os.environ["VLLM_PLUGINS"].split(",")
         assert {point.name for group in launch.GROUPS for point in entry_points(group=group)} == set(allowed)
         assert patches.INITIALIZE_KV_CACHES.applied()
@@ -273,7 +274,7 @@ class TestRegister:
         """EngineCore is wrapped only in the children of a launch with the flag (vllm-ascend#4351)."""
         launch.unregister()
         if value is not None:
-            monkeypatch.setenv(launch.ACTIVE, value)
+            monkeypatch.setenv(ACTIVE, value)
         launch.register()
 
         assert attaches is patches.INITIALIZE_KV_CACHES.applied()
