@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
-from fastapi.testclient import TestClient
 
 from chunkllm_bridge.common.control import Status
 from chunkllm_bridge.common.errors import ConfigError, ControlError
@@ -35,14 +32,6 @@ class Core:
 
 async def never() -> Any:
     await asyncio.Event().wait()
-
-
-def endpoint(core: Core) -> TestClient:
-    """The control routes in front of that engine; the token is "secret"."""
-    made, app = control.ControlEndpoint(), FastAPI()
-    made.attach_router(app)
-    made._line, made._tokens = control.Line(SimpleNamespace(engine_core=core)), ["secret"]
-    return TestClient(app, headers={"Authorization": "Bearer secret"})
 
 
 class TestAnEngineThatEnds:
@@ -75,46 +64,6 @@ class TestAnEngineThatEnds:
 
         assert ["plugins", "engine", "engine"] == events
         assert "shutdown" not in vars(core)
-
-
-class TestStrangers:
-    def test_nothing_of_them_is_read(self) -> None:
-        """Whoever has no token is refused before a byte of the body is parsed."""
-        core = Core(never)
-        for body in (b"[" * 100_000, b"x" * 200_000, b'{"set": {"a": 1}}'):
-            reply = endpoint(core).post("/chunkllm/set", content=body, headers={"Authorization": "Bearer no"})
-            assert (401, 0) == (reply.status_code, core.calls)
-
-    @pytest.mark.parametrize(
-        ("body", "status"),
-        [
-            (b"[" * 50_000, 400),
-            (b'{"set": ' + b'{"a": ' * 20_000, 413),
-            (b'{"set": {"' + b"a" * 70_000 + b'": 1}}', 413),
-            (b'{"set": []}', 400),
-            (b"\xff", 400),
-        ],
-    )
-    def test_a_body_that_is_no_command(self, body: bytes, status: int) -> None:
-        """Too deep, too long or of another shape: told, and the engine hears nothing of it."""
-        core = Core(never)
-        reply = endpoint(core).post("/chunkllm/set", content=body)
-
-        assert (status, 0) == (reply.status_code, core.calls)
-        assert reply.json()["error"]
-
-
-def test_a_token_that_cannot_be_written_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A closed state folder costs the file, not the server, which has loaded its model by then."""
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    with caplog.at_level(logging.WARNING, "chunkllm"):
-        control.publish_token(":8000", "secret")
-
-    assert "CHUNKLLM_TOKEN" in caplog.text
-    assert "secret" not in caplog.text
 
 
 class TestYaml:
