@@ -4,6 +4,99 @@ from __future__ import annotations
 
 from chunkllm_bridge.patches import Patch
 
+# ---- the process that launches ---------------------------------------------------------------------------------------
+
+ADD_CLI_ARGS = Patch(
+    target="sglang.srt.server_args:ServerArgs.add_cli_args",
+    parameters=("parser",),
+    fingerprints=("2ade2c12b391",),
+    capability="launch",
+    why="general plugins have no hook for launch flags",
+    remove_when="general plugins get a hook for the argument parser",
+)
+FROM_CLI_ARGS = Patch(
+    target="sglang.srt.server_args:ServerArgs.from_cli_args",
+    parameters=("args",),
+    fingerprints=("8e4a5631cf3e",),
+    capability="launch",
+    why="flags that are no ServerArgs fields are dropped here without a word",
+    remove_when="general plugins get a hook for the argument parser",
+)
+LAUNCH = Patch(
+    target="sglang.srt.entrypoints.engine:Engine._launch_subprocesses",
+    parameters=("server_args",),
+    fingerprints=("ef2800c025d5",),
+    capability="launch",
+    why="the one place that every entry path passes before it spawns (launch_server, serve, Engine); SGLang swallows "
+    "what a plugin raises, so whether the bridge is in every scheduler is checked here, before anybody is served",
+    remove_when="SGLang ends a launch whose plugin failed",
+)
+DP_INIT_INFO = Patch(
+    target="sglang.srt.managers.data_parallel_controller:DataParallelController.get_init_info",
+    parameters=(),
+    fingerprints=("adb75a4f33bb",),
+    capability="launch",
+    why="the controller keeps to itself what its schedulers said of themselves",
+    remove_when="it hands on the schedulers' own words",
+)
+SERVE = Patch(
+    target="sglang.srt.entrypoints.http_server:_setup_and_run_http_server",
+    parameters=("server_args", "tokenizer_manager"),
+    fingerprints=("3842818bcee6",),
+    capability="control",
+    why="here the HTTP server of one engine begins and ends: our routes, the token and the metrics live as long",
+    remove_when="general plugins can add routes",
+)
+DISPATCH = Patch(
+    target="sglang.srt.managers.tokenizer_manager:TokenizerManager._dispatch_to_scheduler",
+    parameters=("obj",),
+    fingerprints=("4316cc4f3c14",),
+    capability="control",
+    wraps=False,
+    why="carries a command to the scheduler of every replica, between two steps",
+    remove_when="plugins can send messages of their own",
+)
+DP_FORWARD = Patch(
+    target="sglang.srt.managers.data_parallel_controller:DataParallelController.send_control_message",
+    parameters=("obj",),
+    fingerprints=("ed8aa0813bb3",),
+    capability="control",
+    wraps=False,
+    why="hands messages that it does not know to all replicas",
+    remove_when="plugins can send messages of their own",
+)
+HANDLE_LOOP = Patch(
+    target="sglang.srt.managers.tokenizer_manager:TokenizerManager.handle_loop",
+    parameters=(),
+    fingerprints=("0784957991a5",),
+    capability="control",
+    wraps=False,
+    why="hands our answers to the dispatcher, and batch outputs to the method that is timed",
+    remove_when="plugins can send messages of their own",
+)
+AUTH_LEVEL = Patch(
+    target="sglang.srt.utils.auth:_get_auth_level_from_app_and_scope",
+    parameters=("app", "scope"),
+    fingerprints=("88695f73e629",),
+    capability="control",
+    wraps=False,
+    why="an admin key guards our routes only where their endpoints are marked the way that this reads",
+    remove_when="general plugins can add routes",
+)
+BATCH_OUTPUT = Patch(
+    target="sglang.srt.managers.tokenizer_manager:TokenizerManager._handle_batch_output",
+    parameters=("recv_obj",),
+    fingerprints=("14da48478730",),
+    capability="metrics",
+    why="inter-token latencies are only known here, and the engine measures them only with --enable-metrics",
+    remove_when="latencies can be observed without the engine's own metrics",
+)
+
+LAUNCHER = (
+    *(ADD_CLI_ARGS, FROM_CLI_ARGS, LAUNCH, DP_INIT_INFO),
+    *(SERVE, DISPATCH, DP_FORWARD, HANDLE_LOOP, AUTH_LEVEL, BATCH_OUTPUT),
+)
+
 # ---- a scheduler process -------------------------------------------------------------------------------------------
 
 INIT_POOL = Patch(
@@ -118,4 +211,4 @@ SCHEDULER = (
     *(POLL_ABORTS, CREATE_PREFILL_BUDGET, CHECK_DECODE_CAPACITY, RETRACTION, RETRACTION_ORDER),
 )
 
-PATCHES = (*SCHEDULER,)
+PATCHES = (*LAUNCHER, *SCHEDULER)
