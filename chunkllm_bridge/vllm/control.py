@@ -12,8 +12,9 @@ from fastapi import FastAPI
 from chunkllm_bridge.common.control import Command, Reply, Set, Status, encode, merge
 from chunkllm_bridge.common.errors import ControlError, IncompatibleError
 from chunkllm_bridge.common.passport import Passport, check_handshake
+from chunkllm_bridge.common.reporter import Reporter
 from chunkllm_bridge.common.routes import Routes, publish_token, tokens_for
-from chunkllm_bridge.vllm.metrics import Reporter
+from chunkllm_bridge.vllm.metrics import reporter_for
 from chunkllm_bridge.vllm.transport import in_config
 
 CALL = "chunkllm_control"
@@ -80,7 +81,7 @@ class ControlEndpoint:
         if not keys:
             publish_token(args.uds or f":{args.port}", tokens[0])
         self._routes.open(line, tokens)
-        self._reporter = Reporter(engine_client, line, passport.spec)
+        self._reporter = reporter_for(engine_client, line, passport.spec)
         self._reporter.start(asyncio.get_running_loop())
 
 
