@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm import LLM as VllmLLM
 
-from chunkllm_bridge.common.control import Command, Config, Plugins, Reply, Set, Status, encode
+from chunkllm_bridge.common import remote
 from chunkllm_bridge.common.errors import ControlError, IncompatibleError
 from chunkllm_bridge.common.launching import NAME, wish_of_arguments
 from chunkllm_bridge.common.passport import KEY, check_handshake
@@ -47,32 +47,17 @@ class LLM(VllmLLM):  # type: ignore[misc]  # an engine is Any to us
         check_handshake(self.chunkllm.status(), passport, CORE)
 
 
-class Control:
+class Control(remote.Control):
     """Commands to an offline engine. Each raises `ControlError` with the engine's reason where it is refused."""
 
     def __init__(self, engine_core: Any) -> None:
         self._core = engine_core
 
-    def status(self) -> dict[str, Any]:
-        return self._send(Status())
-
-    def config(self) -> dict[str, Any]:
-        return self._send(Config())
-
-    def plugins(self) -> dict[str, Any]:
-        return self._send(Plugins())
-
-    def set(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Change parameters on all ranks before the next step, e.g. `set({"kv_cache.memory_ratio": 0.1})`."""
-        return self._send(Set(values=dict(values)))
-
-    def _send(self, command: Command) -> dict[str, Any]:
-        message = encode(command)
+    def _send(self, message: dict[str, Any]) -> dict[str, Any]:
         inner = getattr(self._core, "engine_core", None)  # VLLM_ENABLE_V1_MULTIPROCESSING=0: the engine is right here
         if inner is not None and not hasattr(inner, CALL):
             raise ControlError("the bridge is not attached to this engine any more", 503)
-        answer = getattr(inner, CALL)(message) if inner is not None else self._core.call_utility(CALL, message)
-        reply = Reply(**answer)
-        if reply.error:
-            raise ControlError(reply.error, reply.status)
-        return reply.data
+        answer: dict[str, Any] = (
+            getattr(inner, CALL)(message) if inner is not None else self._core.call_utility(CALL, message)
+        )
+        return answer
