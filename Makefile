@@ -3,33 +3,39 @@
 ENGINE  ?= vllm
 PYTHON  ?= python3
 ENGINES := vllm sglang
-BIN     := .envs/$(ENGINE)/bin/python
+WANTED   = $(if $(filter both,$(ENGINE)),$(ENGINES),$(ENGINE))
+BIN      = .envs/$(firstword $(WANTED))/bin/python
 
-ifeq ($(filter $(ENGINES),$(ENGINE)),)
-$(error unknown ENGINE '$(ENGINE)' (known: $(ENGINES)))
+ifneq ($(filter-out $(ENGINES) both,$(ENGINE)),)
+$(error unknown ENGINE '$(ENGINE)' (known: $(ENGINES) both))
 endif
 
-.PHONY: help env model demo serve test check bench bench-overhead lock clean-envs
+.PHONY: help env model demo serve test check bench bench-overhead bench-engines lock clean-envs
 .DEFAULT_GOAL := help
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo "  with ENGINE=$(ENGINE) (known: $(ENGINES))"
+	@echo "  with ENGINE=$(ENGINE) (known: $(ENGINES), and both for env, model, demo, test and bench-engines)"
 
 env: ## the engine's environment, from its lock file
-	@$(PYTHON) scripts/envs.py $(ENGINE)
+	@$(PYTHON) scripts/envs.py $(WANTED)
 
 model: env ## the model folder, de-quantised once
 	@$(BIN) scripts/model.py
 
-demo: model ## a real server with the bridge: streams, a smaller quota while they run, status
+demo: model ## a real server with the bridge: streams, a smaller quota while they run, status; both: their texts compared
 	@$(BIN) scripts/demo.py --engine $(ENGINE)
 
 serve: model ## the same server, up until Ctrl-C
 	@$(BIN) scripts/serve.py --engine $(ENGINE)
 
-test: model ## all tests
-	$(BIN) -m pytest tests --durations=15
+test: ENGINE = both
+test: model ## all tests, those of each engine in its own environment
+	@$(foreach engine,$(WANTED),echo "== $(engine)";\
+		.envs/$(engine)/bin/python -m pytest $(TESTS_$(engine)) --durations=15 || failed=1;) exit $${failed:-0}
+
+TESTS_vllm   = tests --ignore=tests/engines/sglang
+TESTS_sglang = $(wildcard tests/engines/sglang) tests/e2e tests/conformance
 
 check: env ## ruff, mypy strict, import directions, the docs' examples
 	$(BIN) -m ruff check .
@@ -45,6 +51,10 @@ endif
 
 bench-overhead: model ## stock engine against the same with the bridge, into bench/out/
 	@$(BIN) bench/overhead.py --engine $(ENGINE)
+
+bench-engines: ENGINE = both
+bench-engines: model ## the two stock engines against each other, into bench/out/
+	@$(BIN) bench/engines.py
 
 lock: ## resolve the engine's requirements anew and write requirements/ENGINE.lock
 	$(PYTHON) -m scripts.lock $(ENGINE)

@@ -1,4 +1,4 @@
-"""Build the engine environments and the model folder: `python scripts/envs.py vllm`.
+"""Build the engine environments and the model folder: `python scripts/envs.py vllm sglang`.
 
 An environment has two storeys. The lower one holds what the lock file lists; it lies in the cache, keyed by the lock's
 hash, and all checkouts share it. The upper one belongs to this checkout (`.envs/<engine>`): a virtual environment that
@@ -118,7 +118,8 @@ def build_upper(engine: str) -> Path:
     say(f"laying {upper.relative_to(ROOT)} over it")
     shutil.rmtree(upper, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(upper)], check=True)
-    lower_line = f"import site; site.addsitedir({str(site_packages(lower))!r})\n"  # with the lower storey's own .pth files
+    # as a site folder: the lower storey's own .pth files count
+    lower_line = f"import site; site.addsitedir({str(site_packages(lower))!r})\n"
     (site_packages(upper) / "chunkllm_lower.pth").write_text(lower_line)
     python = upper / "bin" / "python"
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
@@ -143,13 +144,14 @@ def clean() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("engine", choices=[*ENGINES, "clean"])
-    engine = parser.parse_args().engine
-    if engine == "clean":
+    parser.add_argument("engines", nargs="+", choices=[*ENGINES, "clean"])
+    engines = parser.parse_args().engines
+    if "clean" in engines:
         clean()
         return 0
     try:
-        build_upper(engine)
+        for engine in engines:
+            build_upper(engine)
     except subprocess.CalledProcessError as error:
         say(f"failed: {' '.join(map(str, error.cmd))} (exit {error.returncode})")
         return 1

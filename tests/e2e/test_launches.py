@@ -16,7 +16,7 @@ import pytest
 
 from tests.e2e.conftest import TINY, House, Running, plugin
 from tests.e2e.streams import Stream
-from tests.support.server import ENGINES, Server, attempt
+from tests.support.server import ENGINES, HOME, Server, attempt
 
 pytestmark = pytest.mark.engine
 
@@ -88,7 +88,7 @@ def spec_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="class")
 def guest(serve: Callable[..., Any], deep_model: Path, site: Path, spec_file: Path) -> Iterator[Running]:
     flags = ("--plugin", "chunkllm", "--plugin-config", str(spec_file), "--api-key", KEY)
-    options: dict[str, Any] = {"model": deep_model, "module": True, "key": KEY, "env": {"PYTHONPATH": str(site)}}
+    options: dict[str, Any] = {"model": deep_model, "other": True, "key": KEY, "env": {"PYTHONPATH": str(site)}}
     with serve(*flags, **options) as running:
         yield running
 
@@ -221,7 +221,7 @@ class TestTensorParallel:
 class TestBench:
     def test_the_benchmarks_take_the_flag(self, house: House, tiny_model: Path, tmp_path: Path, engine: str) -> None:
         """`vllm bench` runs with the bridge attached: what is measured is what is served."""
-        script = ENGINES["vllm"].argv("", "", 0)[0]
+        script = ENGINES["vllm"].argv(HOME, "", "", 0)[0]
         flags = ("--dataset-name", "random", "--random-input-len", "8", "--random-output-len", "8")
         argv = [script, "bench", "throughput", "--model", str(tiny_model), *house.args, *flags, "--num-prompts", "4"]
         quota = ("--plugin", "chunkllm", "--plugin-set", f"kv_cache.memory_ratio={house.ratio(40, TINY)}")

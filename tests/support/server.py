@@ -19,24 +19,48 @@ import attrs
 import httpx
 from openai import AsyncOpenAI, OpenAI
 
-
-def _script(name: str) -> str:
-    """A console script of the environment that runs us."""
-    return str(Path(sys.prefix) / "bin" / name)
+HOME = Path(sys.prefix)
+"""The environment that runs us; an engine's server can be started from another."""
 
 
 @attrs.frozen(kw_only=True)
 class Engine:
-    """How one engine's server is started: its command for (model, host, port), and the variables it should see."""
+    """How one engine's server is started: its command for (environment, model, host, port), and the variables it sees.
 
-    argv: Callable[[str, str, int], list[str]]
+    `exact` are the arguments of a server that starts quickly and answers exactly: float32, eager, 32 tokens a block.
+    """
+
+    argv: Callable[[Path, str, str, int], list[str]]
     env: Mapping[str, str]
+    exact: tuple[str, ...] = ()
+    exact_env: Mapping[str, str] = attrs.field(factory=dict)
+
+
+def _vllm(home: Path, model: str, host: str, port: int) -> list[str]:
+    return [str(home / "bin" / "vllm"), "serve", model, "--host", host, "--port", str(port)]
+
+
+def _sglang(home: Path, model: str, host: str, port: int) -> list[str]:
+    place = ["--host", host, "--port", str(port), "--device", "cpu", "--enable-metrics"]
+    return [str(home / "bin" / "python"), "-m", "sglang.launch_server", "--model-path", model, *place]
 
 
 ENGINES = {
     "vllm": Engine(
-        argv=lambda model, host, port: [_script("vllm"), "serve", model, "--host", host, "--port", str(port)],
+        argv=_vllm,
         env={"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"},
+        exact=("--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len", "1024"),
+        exact_env={},
+    ),
+    "sglang": Engine(
+        argv=_sglang,
+        env={"HF_HUB_OFFLINE": "1"},
+        # without a number of tokens the pool would be most of the machine's memory
+        exact=(
+            *("--dtype", "float32", "--page-size", "32", "--context-length", "1024", "--max-total-tokens", "16384"),
+            *("--max-running-requests", "64", "--skip-server-warmup"),
+        ),
+        exact_env={"CHUNKLLM_CPU_COMPILE": "0"},
     ),
 }
 
@@ -73,7 +97,7 @@ class Server:
         args: Sequence[str] = (),
         *,
         engine: str = "vllm",
-        name: str | None = None,
+        home: Path = HOME,
         env: Mapping[str, str | None] | None = None,
         log_file: Path | None = None,
         timeout: float = 300.0,
@@ -84,7 +108,7 @@ class Server:
         self.port = free_port(self.HOST)
         self.url = f"http://{self.HOST}:{self.port}"
         self.timeout = timeout
-        self.argv = [*ENGINES[engine].argv(self.model, self.HOST, self.port), *args]
+        self.argv = [*ENGINES[engine].argv(home, self.model, self.HOST, self.port), *args]
         merged = {**os.environ, **ENGINES[engine].env, **(env or {})}
         self.env = {key: value for key, value in merged.items() if value is not None}
         self._keep_log = log_file is not None

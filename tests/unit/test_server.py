@@ -39,7 +39,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch):
     """Makes a program the command of an engine named `pretend`."""
 
     def make(program: str) -> None:
-        engine = Engine(argv=lambda model, host, port: [sys.executable, "-c", program, str(port)], env=ENV)
+        engine = Engine(argv=lambda home, model, host, port: [sys.executable, "-c", program, str(port)], env=ENV)
         monkeypatch.setitem(module.ENGINES, "pretend", engine)
 
     return make
