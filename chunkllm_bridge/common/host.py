@@ -244,10 +244,6 @@ class Host:
         """Whether any plugin has a seat there: an adapter builds no step for nobody."""
         return bool(self._seats[seam])
 
-    def settles(self, seam: Seam) -> bool:
-        """Whether any plugin on this seam wants to hear how a step went."""
-        return bool(self._settlers[seam])
-
     def settle(self, seam: Seam, outcome: Outcome) -> None:
         """Tell the seam's plugins how the step went."""
         for guard, settle in self._settlers[seam]:

@@ -598,11 +598,6 @@ class TestSettling:
 
     OUTCOME = Outcome(seam=Seam.BLOCKS, step=1, applied=False, reason="short")
 
-    def test_only_who_listens_is_told(self) -> None:
-        """The built-in plugins do not, so an adapter need not build an outcome for them."""
-        assert not seat().settles(Seam.BLOCKS)
-        assert seat(actor("a")).settles(Seam.BLOCKS)
-
     def test_a_settle_that_raises_or_is_late_costs_that_call(self) -> None:
         """The others hear it all the same."""
         engine = FakeEngine()
