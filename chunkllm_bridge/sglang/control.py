@@ -63,23 +63,26 @@ class Line:
 
     async def _call(self, command: Wanted) -> Reply:
         """Schedulers that died never answer, and SGLang's HTTP server waits for open requests before it stops."""
-        done = asyncio.get_running_loop().create_future()
-        with self._question(lambda: done.done() or done.set_result(None)) as (name, answers):
+        done = asyncio.Event()
+        with self._question(done.set) as (name, answers):
             self._manager.auto_create_handle_loop()
             self._manager._dispatch_to_scheduler(Command(rid=name, message=encode(command)))
-            while not (await asyncio.wait({done}, timeout=PATIENCE))[0]:
+            while not done.is_set():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(done.wait(), PATIENCE)
+                    break
                 self._check_alive()
             return merged(answers)
 
     def exchange(self, command: Wanted, patience: float) -> Reply:
         """The same before any event loop runs: on the sockets themselves, which asyncio takes up later."""
-        outwards = zmq.Socket.shadow(self._manager.send_to_scheduler)
-        inwards = zmq.Socket.shadow(self._manager.recv_from_detokenizer)
+        outwards: zmq.Socket[bytes] = zmq.Socket.shadow(self._manager.send_to_scheduler)
+        inwards: zmq.Socket[bytes] = zmq.Socket.shadow(self._manager.recv_from_detokenizer)
         until = time.monotonic() + patience
         with self._question(lambda: None) as (name, answers):
             sock_send(outwards, Command(rid=name, message=encode(command)))
             while len(answers) < self._replicas:
-                if inwards.poll(PATIENCE * 1000):
+                if inwards.poll(int(PATIENCE * 1000)):
                     self._manager._result_dispatcher(sock_recv(inwards))
                     continue
                 self._check_alive()
@@ -91,9 +94,9 @@ class Line:
             return merged(answers)
 
     @contextlib.contextmanager
-    def _question(self, done: Callable[[], object]) -> Iterator[tuple[str, list[Answer]]]:
+    def _question(self, done: Callable[[], None]) -> Iterator[tuple[str, list[Answer]]]:
         name, answers = f"{ATTACHED}-{next(self._numbers)}", list[Answer]()
-        self._open[name] = (answers, lambda: (done(), None)[1])
+        self._open[name] = (answers, done)
         try:
             yield name, answers
         finally:

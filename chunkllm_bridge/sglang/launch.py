@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -261,17 +262,13 @@ def children_attach() -> Iterator[None]:
 @contextlib.contextmanager
 def ending_children() -> Iterator[contextlib.ExitStack]:
     """Ends every child that was started in the block, unless what it gives is emptied."""
-    import psutil
     from sglang.srt.utils import kill_process_tree
 
-    def children() -> set[int]:
-        return {child.pid for child in psutil.Process().children()}
-
-    before = children()
+    before = set(multiprocessing.active_children())
 
     def end() -> None:
-        for pid in children() - before:
-            kill_process_tree(pid)
+        for child in set(multiprocessing.active_children()) - before:
+            kill_process_tree(child.pid)
 
     with contextlib.ExitStack() as stop:
         stop.callback(end)

@@ -12,7 +12,8 @@ from starlette.responses import Response
 
 from chunkllm_bridge.common.log import get_logger
 from chunkllm_bridge.common.metrics import Exporter
-from chunkllm_bridge.common.reporter import Line, Reporter
+from chunkllm_bridge.common.reporter import Reporter
+from chunkllm_bridge.common.routes import Line
 from chunkllm_bridge.common.spec import Spec
 from chunkllm_bridge.patches import sglang as patches
 

@@ -64,7 +64,8 @@ class Engine(SglangEngine):  # type: ignore[misc]  # an engine is Any to us
             if given := kwargs.get("server_args"):
                 kwargs["server_args"] = given = copy.copy(given)
                 setattr(given, ATTRIBUTE, wire)
-            make = self.server_args_class
+            cls: Any = type(self)
+            make = cls.server_args_class
 
             def server_args_class(**fields: Any) -> ServerArgs:
                 made = make(**fields)

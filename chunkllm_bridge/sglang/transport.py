@@ -18,10 +18,10 @@ ATTRIBUTE = "_chunkllm"
 def passport_of(server_args: Any) -> Passport | None:
     """The passport on a `ServerArgs`, or None where the bridge is off."""
     wire = getattr(server_args, ATTRIBUTE, None)
-    return Passport.from_wire(wire) if Passport.is_wire(wire) else None
+    return Passport.from_wire(wire) if wire is not None and Passport.is_wire(wire) else None
 
 
-class Command(io_struct.BaseReq, kw_only=True):  # type: ignore[misc]  # an engine is Any to us
+class Command(io_struct.BaseReq, kw_only=True):  # type: ignore[misc, call-arg]  # an engine is Any to us
     """One command, to every replica. `rid` says to which question the answers belong."""
 
     message: dict[str, Any]
@@ -33,14 +33,14 @@ class Command(io_struct.BaseReq, kw_only=True):  # type: ignore[misc]  # an engi
         return Answer(rid=self.rid, reply=reply, rank=get_parallel().dp_rank or 0)
 
 
-class Answer(io_struct.BaseReq, kw_only=True):  # type: ignore[misc]
+class Answer(io_struct.BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
     """What one replica said; only the first rank of its group speaks."""
 
     reply: dict[str, Any]
     rank: int = 0  # of the replica: its data-parallel rank
 
 
-class Decision(io_struct.BaseReq, kw_only=True):  # type: ignore[misc]
+class Decision(io_struct.BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
     """What the first rank decided for a step, on its way to the others in the order of requests."""
 
     limit: int | None  # blocks that requests may hold; None: no limit
