@@ -130,15 +130,24 @@ def test_the_face_is_all_that_an_author_needs() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [PACKAGE, f"{PACKAGE}.cli", f"{PACKAGE}.common.testing", f"{PACKAGE}.common.conformance"]
+    "module",
+    [
+        PACKAGE,
+        f"{PACKAGE}.cli",
+        f"{PACKAGE}.common.testing",
+        f"{PACKAGE}.common.conformance",
+        f"{PACKAGE}.common.launching",
+        f"{PACKAGE}.common.routes",
+    ],
 )
 def test_importing_has_no_effects(module: str) -> None:
-    """No engine, no torch, no logging set up, no environment changed."""
+    """No engine, no torch, no web framework, no logging set up, no environment changed."""
     script = (
         "import logging, os, sys\n"
         "before = dict(os.environ)\n"
         f"import {module}\n"
-        "heavy = sorted({name.split('.')[0] for name in sys.modules} & {'torch', 'vllm', 'sglang', 'transformers'})\n"
+        "slow = {'torch', 'vllm', 'sglang', 'transformers', 'fastapi'}\n"
+        "heavy = sorted({name.split('.')[0] for name in sys.modules} & slow)\n"
         "print(heavy, logging.getLogger().handlers, logging.getLogger('chunkllm').handlers, before == dict(os.environ))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
