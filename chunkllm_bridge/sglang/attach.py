@@ -18,23 +18,28 @@ from chunkllm_bridge.common.control import CoreDesk, Ports, RankDesk
 from chunkllm_bridge.common.errors import IncompatibleError
 from chunkllm_bridge.common.host import Host
 from chunkllm_bridge.common.log import get_logger
-from chunkllm_bridge.common.passport import Passport
-from chunkllm_bridge.common.pool import allowed_reasons, check_ratio, check_shares, layer_reasons, pool_status, ratio_bytes
+from chunkllm_bridge.common.passport import KEY, Passport
+from chunkllm_bridge.common.pool import (
+    allowed_reasons,
+    check_ratio,
+    check_shares,
+    layer_reasons,
+    pool_status,
+    ratio_bytes,
+)
 from chunkllm_bridge.common.seating import disabled
 from chunkllm_bridge.common.snapshots import Snapshots
 from chunkllm_bridge.patches import sglang as patches
 from chunkllm_bridge.sglang import info as facts
 from chunkllm_bridge.sglang.blocks import SchedulerBridge
 from chunkllm_bridge.sglang.ranks import Ranks
+from chunkllm_bridge.sglang.refusal import refusing
 from chunkllm_bridge.sglang.transport import Answer, Command, Decision, passport_of
 
 log = get_logger("sglang.attach")
 
 CORE_SEAMS = frozenset({Seam.BLOCKS, Seam.BATCHING})
 WORKER_SEAMS = frozenset({Seam.ATTENTION, Seam.DRAFTS, Seam.WEIGHTS})
-
-REPORT = "chunkllm"
-"""Our key in what a scheduler tells the process that started it (`Scheduler.get_init_info`)."""
 
 
 def patch_scheduler() -> Callable[[], None]:
@@ -53,8 +58,9 @@ def wrap_init_pool(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         passport = passport_of(scheduler.server_args)
         if passport is None:
             return original(scheduler)
-        scheduler.chunkllm = attachment = SchedulerAttachment(scheduler, passport)
-        return attachment.around_pool(original)
+        with refusing():
+            scheduler.chunkllm = attachment = SchedulerAttachment(scheduler, passport)
+            return attachment.around_pool(original)
 
     return init_target_memory_pool
 
@@ -67,8 +73,9 @@ def wrap_init_info(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         attachment = vars(scheduler).get("chunkllm")
         if attachment is None:
             return original(scheduler)
-        attachment.attach()
-        return {**original(scheduler), REPORT: attachment.report()}
+        with refusing():
+            attachment.attach()
+        return {**original(scheduler), KEY: attachment.report()}
 
     return get_init_info
 
@@ -78,7 +85,7 @@ class SchedulerAttachment:
 
     def __init__(self, scheduler: Any, passport: Passport) -> None:
         self.scheduler, self.passport = scheduler, passport
-        self.rank = int(scheduler.tp_worker.tp_rank)
+        self.rank = facts.rank()
         self.registry = passport.verify(f"scheduler of rank {self.rank}")
         self._undo = contextlib.ExitStack()
 
@@ -198,7 +205,7 @@ class SchedulerAttachment:
             self.ranks.follow()
             return None
         try:
-            return Answer(reply=self.core.handle(command.message))
+            return command.answer(self.core.handle(command.message))
         finally:
             self.ranks.dismiss()
 

@@ -134,6 +134,13 @@ def layer_bytes(pools: Any, config: Any) -> dict[str, int]:
     return {f"layer {index}": pool_bytes(pools, config) // layers for index in range(layers)}
 
 
+def rank() -> int:
+    """This scheduler's place in its tensor-parallel group."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().tp_rank)
+
+
 def rank_group(scheduler: Any) -> Any:
     """The schedulers that handle the same requests in the same order."""
     return scheduler.tp_group
