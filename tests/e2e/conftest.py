@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,17 @@ import pytest
 
 from chunkllm_bridge.common.profiles import this_machine
 from scripts.envs import cache_root, exclusive
-from tests.e2e.streams import Meanwhile, Stream, read
+from tests.e2e.streams import Client, Meanwhile, Stream, read
 from tests.support.server import ENGINES, HOME, Server
 from tests.support.tiny import TinyLlama, make_tiny
 
 TINY = TinyLlama()
 DEEP = TinyLlama(layers=24, hidden=128)
-"""As small, but slow enough (some 20 ms a step) that control is heard while it runs: vLLM's EngineCore waits for its
-workers with the interpreter locked, so with shorter steps its answers pile up behind it."""
+"""As small, but slow enough (some 20 ms a step) that HTTP server and client keep up with the engine: with the 4 ms of
+the other, chunks and answers came up to 3 s late on two busy cores, where the engine had sent them within 0.05 s."""
+
+PATIENCE = 240.0
+"""Seconds after which something that happens beside streams is taken for one that never will."""
 
 
 @attrs.frozen(kw_only=True)
@@ -132,9 +136,14 @@ class Running:
         assert 200 == response.status_code, response.text
         return dict(response.json())
 
-    def quota(self, blocks: int) -> dict[str, Any]:
+    @cached_property
+    def _block_share(self) -> float:
+        """The `kv_cache.memory_ratio` of one block; asked once, so that a quota takes one command."""
         kv = self.status()["kv"]
-        share = (blocks + 0.5) / (kv["total"] + 1) * kv["memory_ratio_max"]
+        return float(kv["memory_ratio_max"] / (kv["total"] + 1))
+
+    def quota(self, blocks: int) -> dict[str, Any]:
+        share = (blocks + 0.5) * self._block_share
         reply = self.set(kv_cache__memory_ratio=share)
         assert blocks == reply["kv"]["limit"]
         return reply
@@ -145,15 +154,29 @@ class Running:
         assert 200 == response.status_code, response.text
         return str(response.json()["choices"][0]["text"])
 
-    def streams(self, prompts: Sequence[str], tokens: int, meanwhile: Meanwhile | None = None) -> list[Stream]:
-        """Every stream to its end, with `meanwhile` beside them."""
+    def streams(self, prompts: Sequence[str], tokens: int) -> list[Stream]:
+        """Every stream to its end."""
 
         async def run() -> list[Stream]:
             streams = [Stream(prompt) for prompt in prompts]
-            async with self.connect() as client:
-                reads = [read(client, self.server.model, stream, tokens) for stream in streams]
-                await asyncio.gather(*reads, *([meanwhile(streams)] if meanwhile else []))
+            async with self.connect() as http:
+                await asyncio.gather(*(read(http, self.server.model, stream, tokens) for stream in streams))
             return streams
+
+        return asyncio.run(run())
+
+    def under_load(self, prompts: Sequence[str], tokens: int, meanwhile: Meanwhile) -> list[Stream]:
+        """`meanwhile`, while clients stream for as long as it takes; then all that they streamed, each to its end."""
+
+        async def run() -> list[Stream]:
+            clients, enough = [Client(prompt) for prompt in prompts], asyncio.Event()
+            async with self.connect() as http, asyncio.TaskGroup() as group:
+                for client in clients:
+                    group.create_task(client.ask(http, self.server.model, tokens, enough))
+                async with asyncio.timeout(PATIENCE):
+                    await meanwhile(clients)
+                enough.set()
+            return [stream for client in clients for stream in client.streams]
 
         return asyncio.run(run())
 

@@ -1,14 +1,15 @@
-"""A completion streamed from a real server."""
+"""Completions streamed from a real server."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable
 
 import attrs
 import httpx
 
-Meanwhile = Callable[[list["Stream"]], Awaitable[None]]
+Meanwhile = Callable[[list["Client"]], Awaitable[None]]
 
 
 @attrs.define
@@ -17,6 +18,31 @@ class Stream:
     text: str = ""
     chunks: int = 0
     ended: str = ""  # the finish reason
+
+
+@attrs.define
+class Client:
+    """Asks the same again and again: there is load for as long as a test needs it, however fast the machine is and
+    however late control answers on one that is busy."""
+
+    prompt: str
+    streams: list[Stream] = attrs.field(factory=list)
+
+    @property
+    def chunks(self) -> int:
+        return sum(stream.chunks for stream in self.streams)
+
+    async def ask(self, http: httpx.AsyncClient, model: str, tokens: int, enough: asyncio.Event) -> None:
+        """Until it is enough; the last stream goes on to its end."""
+        while not enough.is_set():
+            self.streams.append(Stream(self.prompt))
+            await read(http, model, self.streams[-1], tokens)
+
+
+async def heard(clients: list[Client], chunks: int) -> None:
+    """Return once every client has received so many."""
+    while any(client.chunks < chunks for client in clients):
+        await asyncio.sleep(0.01)
 
 
 async def read(client: httpx.AsyncClient, model: str, stream: Stream, tokens: int) -> None:

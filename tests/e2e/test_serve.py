@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import DEEP, House, Running, eventually, plugin
-from tests.e2e.streams import Stream, read
+from tests.e2e.conftest import DEEP, PATIENCE, House, Running, eventually, plugin
+from tests.e2e.streams import Client, heard
 
 pytestmark = pytest.mark.engine
 
@@ -227,30 +227,26 @@ class TestQuota:
         """The quota is cut to a quarter of the pool and raised again while eight streams run: at every reading no more
         is held than allowed, nothing is lost, all texts are those of a run without a quota, the pool is free at the
         end (kvcached#262)."""
-        readings: list[dict[str, int]] = []
+        quarter, readings = POOL // 4, []
 
-        async def status() -> dict[str, Any]:
-            return await asyncio.to_thread(server.status)
-
-        async def meanwhile(streams: list[Stream]) -> None:
-            while (full := await status())["kv"]["held"] <= POOL // 3:
-                assert not any(stream.ended for stream in streams), "they ended before the quota was cut"
-            assert 8 == full["requests"]["running"]
-            cut = (await asyncio.to_thread(server.quota, POOL // 4))["kv"]
-            while (now := await status())["kv"]["steps"] < cut["steps"] + 80:
-                assert not all(stream.ended for stream in streams), "they ended before the quota was raised"
-                if now["kv"]["steps"] > cut["steps"]:
-                    readings.append(now["kv"])
+        async def meanwhile(clients: list[Client]) -> None:
+            await heard(clients, 64)
+            cut = (await asyncio.to_thread(server.quota, quarter))["kv"]
+            now = cut
+            while now["steps"] < cut["steps"] + 80 or now["preempted"] == cut["preempted"]:
+                now = (await asyncio.to_thread(server.status))["kv"]
+                if now["steps"] > cut["steps"]:
+                    readings.append(now)
             await asyncio.to_thread(server.quota, POOL)
 
-        streams = server.streams(PROMPTS, TOKENS, meanwhile)
+        streams = server.under_load(PROMPTS, TOKENS, meanwhile)
 
-        assert ["length"] * 8 == [stream.ended for stream in streams]
-        assert expected == [stream.text for stream in streams]
-        assert [TOKENS] * 8 == [len(stream.text) for stream in streams]
+        assert {"length"} == {stream.ended for stream in streams}
+        assert set(zip(PROMPTS, expected, strict=True)) == {(stream.prompt, stream.text) for stream in streams}
+        assert {TOKENS} == {len(stream.text) for stream in streams}
         assert all(kv["conserved"] for kv in readings)
-        assert 0 < max(kv["held"] for kv in readings) <= POOL // 4
-        assert max(kv["peak"] for kv in readings) <= POOL // 4
+        assert 0 < max(kv["held"] for kv in readings) <= quarter
+        assert max(kv["peak"] for kv in readings) <= quarter
         kv = server.wait_idle()["kv"]
         assert 0 < kv["preempted"]
         assert 0 < kv["denied"]
@@ -271,12 +267,12 @@ class TestQuota:
         server.quota(POOL // 8)
 
         async def leave() -> None:
-            async with server.connect() as client:
-                streams = [Stream(prompt) for prompt in PROMPTS]
-                reads = (read(client, server.server.model, stream, 900) for stream in streams)
-                tasks = [asyncio.create_task(reading) for reading in reads]
-                while not (status := await asyncio.to_thread(server.status))["requests"]["waiting"]:
-                    assert not all(stream.ended for stream in streams), status
+            async with server.connect() as http:
+                asks = (Client(prompt).ask(http, server.server.model, 900, asyncio.Event()) for prompt in PROMPTS)
+                tasks = [asyncio.create_task(asking) for asking in asks]
+                async with asyncio.timeout(PATIENCE):
+                    while not (await asyncio.to_thread(server.status))["requests"]["waiting"]:
+                        pass
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
