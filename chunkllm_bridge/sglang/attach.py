@@ -220,7 +220,12 @@ class SchedulerAttachment:
         return Ports(
             ranks=self.ranks.call,
             pool=lambda: pool_status(
-                self.bridge.counts(), self.bridge.quota, about, host.spec, holds=self.bridge.holds, steps=self.bridge.step
+                self.bridge.counts(),
+                self.bridge.quota,
+                about,
+                host.spec,
+                holds=self.bridge.holds,
+                steps=self.bridge.step,
             ),
             requests=lambda: {
                 "running": len(self.bridge.running()),

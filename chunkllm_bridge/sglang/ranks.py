@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 Handle = Callable[[str, Mapping[str, Any] | None], dict[str, Any]]
 
 
@@ -37,9 +35,13 @@ class Ranks:
 
     def _tell(self, words: tuple[str, Mapping[str, Any] | None] | None) -> None:
         if self._group.world_size > 1:
+            import torch.distributed as dist
+
             dist.broadcast_object_list([words], src=self._first, group=self._group.cpu_group)
 
     def _hear(self) -> tuple[str, Mapping[str, Any] | None] | None:
+        import torch.distributed as dist
+
         words: list[Any] = [None]
         dist.broadcast_object_list(words, src=self._first, group=self._group.cpu_group)
         return words[0]  # type: ignore[no-any-return]
@@ -47,6 +49,8 @@ class Ranks:
     def _gather(self, answer: dict[str, Any]) -> list[dict[str, Any]]:
         if self._group.world_size == 1:
             return [answer]
+        import torch.distributed as dist
+
         answers: list[Any] = [None] * self._group.world_size
         dist.gather_object(answer, answers if self.leads else None, dst=self._first, group=self._group.cpu_group)
         return answers
