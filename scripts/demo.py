@@ -24,6 +24,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
+from scripts.parity import side_by_side
 from scripts.serve import MODEL, bridged, run, wait_ready
 from tests.support.server import ENGINES, Server, ServerError
 
@@ -221,9 +222,11 @@ def demo(engine: str, console: Console) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Start a server with the bridge, stream, cut the quota, stop.")
-    parser.add_argument("--engine", choices=sorted(ENGINES), default="vllm")
+    parser.add_argument(
+        "--engine", choices=[*sorted(ENGINES), "both"], default="vllm", help="both: compare their texts"
+    )
     engine = parser.parse_args().engine
-    return run(lambda console: demo(engine, console))
+    return run(side_by_side if engine == "both" else lambda console: demo(engine, console))
 
 
 if __name__ == "__main__":

@@ -22,10 +22,16 @@ SPEC = ROOT / "examples" / "chunkllm.toml"
 SETS = ("kv_cache.memory_ratio=0.04",)
 SIZES = {
     "vllm": "--dtype bfloat16 --max-model-len 2048 --max-num-seqs 8 --block-size 32 --enforce-eager",
+    "sglang": "--dtype bfloat16 --context-length 2048 --max-running-requests 8 --page-size 32",
 }
 MODEL = "smollm2"
-# An INFO line of the engine or a bar of a loader, without the process, time and place it starts with.
-TELLING = re.compile(r"(\(.*?pid=\d+\) )?(INFO \S+ \S+ \[\S+\] |(?=Loading .*%))\s*(?P<text>\S.*)")
+# An INFO line of an engine or a bar of a loader, without the process, time and place it starts with.
+TELLING = re.compile(
+    r"((\(.*?pid=\d+\) )?INFO \S+ \S+ \[\S+\] |"  # vLLM
+    r"\[\d{4}-\d\d-\d\d [\d:]+[^]]*\] |"  # SGLang
+    r"(?=[-\w ]*[Ll]oading .*%))\s*(?P<text>\S.*)"
+)
+DULL = ("Route:", "Available routes", "INFO:", "server_args=", "Ignore import error", "Fail to set", "event=")
 
 
 def bridged(engine: str, *extra: str) -> Server:
@@ -33,13 +39,13 @@ def bridged(engine: str, *extra: str) -> Server:
     plugin = ["--plugin", "chunkllm", "--plugin-config", str(SPEC)]
     plugin += [word for value in SETS for word in ("--plugin-set", value)]
     sizes = ["--served-model-name", MODEL, *SIZES[engine].split()]
-    return Server(build(), [*plugin, *sizes, *extra], engine=engine)
+    return Server(build(), [*plugin, *sizes, *extra], engine=engine, env=ENGINES[engine].quick)
 
 
 def shown(line: str) -> str | None:
     """What of a log line tells a person how far the load is; None if nothing does."""
     found = TELLING.match(line.strip())
-    if found is None or found["text"].startswith(("Route:", "Available routes")):
+    if found is None or found["text"].startswith(DULL):
         return None
     return found["text"]
 

@@ -57,7 +57,7 @@ HOUSES = {
     ),
     "sglang": House(
         args=ENGINES["sglang"].exact,
-        env={"OMP_NUM_THREADS": "1", **ENGINES["sglang"].exact_env},
+        env={"OMP_NUM_THREADS": "1", **ENGINES["sglang"].quick},
         other=(str(HOME / "bin" / "sglang"), "serve", "--model-path"),
     ),
 }
