@@ -5,14 +5,18 @@ SGLang asks for it by the entry point `sglang.srt.platforms`, whether our plugin
 
 from __future__ import annotations
 
+import functools
+import os
 from typing import Any
+
+COMPILE_SWITCH = "CHUNKLLM_CPU_COMPILE"
 
 
 def activate() -> str | None:
-    """The platform's class for SGLang, or None where the machine has an accelerator."""
+    """The platform's class for SGLang, or None where the machine has an accelerator or SGLang's own CPU engine is wanted."""
     import torch
 
-    if torch.cuda.is_available():
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" or torch.accelerator.is_available():
         return None
     return f"{__name__}.TorchCpuPlatform"
 
@@ -20,13 +24,21 @@ def activate() -> str | None:
 def __getattr__(name: str) -> Any:
     if name != "TorchCpuPlatform":
         raise AttributeError(name)
+    return _platform_class()
+
+
+@functools.cache
+def _platform_class() -> Any:
     from sglang.srt.platforms.cpu import CpuDeviceMixin
     from sglang.srt.platforms.device_mixin import PlatformEnum
     from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-    class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         _enum = PlatformEnum.OOT
         capabilities = PlatformCapabilities()
+
+        def get_device(self, device_id: int = 0) -> str:
+            return "cpu"  # SGLang takes it for `--device` where none is given, and splits it as text
 
         def get_default_attention_backend(self) -> str:
             return "torch_native"
@@ -37,5 +49,23 @@ def __getattr__(name: str) -> Any:
         def is_pin_memory_available(self, device: Any = None) -> bool:
             return False
 
-    globals()["TorchCpuPlatform"] = TorchCpuPlatform
+        def apply_server_args_defaults(self, server_args: Any) -> None:
+            from .torch_cpu import defaults
+
+            defaults.apply(server_args)
+
+        def init_backend(self) -> None:
+            """Once in each worker: attention under the name that SGLang's own logic knows."""
+            from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+            from .torch_cpu.attention import backend_class
+
+            ATTENTION_BACKENDS["torch_native"] = lambda runner: backend_class()(runner)
+
+        def post_load_model(self, model: Any) -> None:
+            from .torch_cpu.compiler import compiler
+            from .torch_cpu.decoder import speed_up
+
+            speed_up(model, compiler(os.environ))
+
     return TorchCpuPlatform
