@@ -12,28 +12,22 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from chunkllm_bridge.common.abi import BatchingStep, BlocksStep
+from chunkllm_bridge.common.abi import BatchingStep
 from chunkllm_bridge.common.host import Host
-from chunkllm_bridge.common.log import get_logger
-from chunkllm_bridge.common.quota import Counts, PoolQuota, pages_for
+from chunkllm_bridge.common.quota import Counts, pages_for
+from chunkllm_bridge.common.scheduling import Scheduling
 from chunkllm_bridge.patches import sglang as patches
 from chunkllm_bridge.sglang.transport import Decision
 
-log = get_logger("sglang.blocks")
 
-
-class SchedulerBridge:
+class SchedulerBridge(Scheduling):
     """Asks the host once per step on the first rank, and enforces what it answers on each. Lives as long as the
     scheduler. `host` is None on the other ranks."""
 
     def __init__(self, scheduler: Any, host: Host | None, *, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.scheduler, self.host = scheduler, host
-        self.pool = scheduler.token_to_kv_pool_allocator
+        self.scheduler, self.pool = scheduler, scheduler.token_to_kv_pool_allocator
         self.page = int(self.pool.page_size)
-        self.total = int(self.pool.size) // self.page
-        self.quota = PoolQuota(max(1, self.total))
-        self.step = 0
-        self.holds = 0  # steps in which new prefills were held
+        super().__init__(host, int(self.pool.size) // self.page)
         self._clock = clock  # the one of `Req.time_stats`
         self._hold_new = False  # whether new requests wait until a decision names them
         self._released: set[str] = set()  # new requests that wait no longer for the window
@@ -77,7 +71,9 @@ class SchedulerBridge:
             self._short = False
             plan = original(*args, **kwargs)
             if plan.batch_to_run is not None:
-                self._settle(self._requests(plan.running_batch, plan.batch_to_run))
+                self.settle(self.held(), sole=len(self._requests(plan.running_batch, plan.batch_to_run)) <= 1)
+                if self._released:
+                    self._released &= {request.rid for request in self.scheduler.waiting_queue}
             return plan
 
         return get_next_batch_to_run
@@ -162,20 +158,10 @@ class SchedulerBridge:
 
     def decide(self, *, in_step: bool) -> Decision:
         """What the plugins want now: on the first rank, between two steps."""
-        assert self.host is not None
         held, requests = self.held(), self.running()
-        limit = self.host.block_limit(
-            BlocksStep(
-                index=self.step + 1,
-                total=self.total,
-                held=held,
-                available=self.total - held,
-                running=len(requests),
-                waiting=len(self.scheduler.waiting_queue),
-            ),
-            in_step=in_step,
-        )
-        hold_new = self.host.window > 0.0
+        waiting = len(self.scheduler.waiting_queue)
+        limit = self.ask_limit(held=held, running=len(requests), waiting=waiting, in_step=in_step)
+        hold_new = self.window > 0.0
         release = self._over(requests) if hold_new and in_step else []
         return Decision(limit=limit, hold_new=hold_new, release=release)
 
@@ -187,13 +173,11 @@ class SchedulerBridge:
     def take(self, decision: Decision) -> None:
         """Put a decision in force, on every rank at the same place in the order of requests."""
         before = self.quota.limit
-        self.quota.set_limit(decision.limit)
+        self.put_limit(decision.limit, self.held())
         self._hold_new = decision.hold_new
         self._released.update(decision.release)
         if self.quota.limit > before:
             self.scheduler.running_batch.batch_is_full = False  # the engine asks again only when somebody leaves
-        if self.quota.limit != before and self.host is not None:
-            log.info("kv.quota", limit=self.quota.limit, total=self.total, held=self.held())
 
     # ---- BLOCKS ----
 
@@ -224,19 +208,11 @@ class SchedulerBridge:
 
     def held(self) -> int:
         """Blocks that requests hold. What the radix cache keeps for nobody in particular is evictable, so not held."""
-        return self.total - (self.pool.available_size() + self._evictable()) // self.page
+        return self.total - int(self.pool.available_size() + self._evictable()) // self.page
 
     def _evictable(self) -> int:
         tree = self.scheduler.tree_cache
         return int(tree.full_evictable_size() if tree.supports_mamba() else tree.evictable_size())
-
-    def _settle(self, requests: Sequence[Any]) -> None:
-        held = self.held()
-        self.quota.observe(held, sole=len(requests) <= 1)
-        if self._released:
-            self._released &= {request.rid for request in self.scheduler.waiting_queue}
-        if self.host is not None:
-            self.host.settle_limit(self.step, held)
 
     def counts(self) -> Counts:
         """One reading of the pool in blocks."""
@@ -256,14 +232,13 @@ class SchedulerBridge:
 
     def _over(self, running: Sequence[Any]) -> list[str]:
         """The new requests that need not wait any longer, all at once; none while they are held."""
-        assert self.host is not None
         scheduler = self.scheduler
         new = [request for request in self._new() if request.rid not in self._released]
         if not new:
             return []
         budget = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
         step = BatchingStep(
-            index=self.step + 1,
+            index=self.step,
             new_waiting=len(new),
             running=len(running),
             slots=scheduler.max_running_requests - len(running),
@@ -272,7 +247,7 @@ class SchedulerBridge:
             oldest_wait=self._clock() - min(request.time_stats.wait_queue_entry_time for request in new),
             arrivals_possible=True,
         )
-        return [] if self.host.hold(step) else [request.rid for request in new]
+        return [] if self.holds_new(step) else [request.rid for request in new]
 
     # ---- what is there ----
 

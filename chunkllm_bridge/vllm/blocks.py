@@ -8,15 +8,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from chunkllm_bridge.common.abi import BatchingStep, BlocksStep
+from chunkllm_bridge.common.abi import BatchingStep
 from chunkllm_bridge.common.errors import IncompatibleError
 from chunkllm_bridge.common.host import Host
-from chunkllm_bridge.common.log import get_logger
-from chunkllm_bridge.common.quota import Counts, PoolQuota
+from chunkllm_bridge.common.quota import Counts
+from chunkllm_bridge.common.scheduling import Scheduling
 from chunkllm_bridge.patches import vllm as patches
-
-log = get_logger("vllm.blocks")
-
 
 NEEDED = ("kv_cache_manager", "requests", "running", "waiting", "add_request", "schedule", "_preempt_request")
 """What a scheduler must have, whoever wrote it."""
@@ -24,7 +21,7 @@ LARGE = 20_000
 """Blocks of a pool that takes more than a moment to walk."""
 
 
-class SchedulerBridge:
+class SchedulerBridge(Scheduling):
     """Asks the host once per step, and enforces what it answers. Lives as long as the scheduler."""
 
     def __init__(
@@ -38,12 +35,8 @@ class SchedulerBridge:
         if lacking := [name for name in NEEDED if not hasattr(scheduler, name)]:
             kind = f"{type(scheduler).__module__}.{type(scheduler).__qualname__}"
             raise IncompatibleError("the scheduler", [f"{kind} has no {', '.join(lacking)} (--scheduler-cls?)"])
-        self.scheduler, self.host = scheduler, host
-        self.pool = scheduler.kv_cache_manager.block_pool
-        self.total = self.pool.num_gpu_blocks - 1  # without the null block, which is never a request's
-        self.quota = PoolQuota(max(1, self.total))
-        self.step = 0
-        self.holds = 0  # steps in which new prefills were held
+        self.scheduler, self.pool = scheduler, scheduler.kv_cache_manager.block_pool
+        super().__init__(host, self.pool.num_gpu_blocks - 1)  # without the null block, which is never a request's
         self._arrivals_possible = arrivals_possible
         self._clock = clock
         self._arrived: dict[str, float] = {}  # request id -> when the scheduler got it, until it is first scheduled
@@ -121,7 +114,7 @@ class SchedulerBridge:
                 for new in output.scheduled_new_reqs:
                     self._arrived.pop(new.req_id, None)
                 self._forget_gone()
-            self._settle()
+            self.settle(self.held(), sole=len(self.scheduler.running) <= 1)
             return output
 
         return schedule
@@ -130,22 +123,11 @@ class SchedulerBridge:
 
     def refresh_limit(self, *, in_step: bool = False) -> int:
         """Ask the plugins for the limit and put it in force. Returns what is held now."""
-        held = self.held()
-        limit = self.host.block_limit(
-            BlocksStep(
-                index=self.step,
-                total=self.total,
-                held=held,
-                available=self.total - held,
-                running=len(self.scheduler.running),
-                waiting=len(self.scheduler.waiting),
-            ),
-            in_step=in_step,
+        held, scheduler = self.held(), self.scheduler
+        limit = self.ask_limit(
+            held=held, running=len(scheduler.running), waiting=len(scheduler.waiting), in_step=in_step
         )
-        before = self.quota.limit
-        self.quota.set_limit(limit)
-        if self.quota.limit != before:
-            log.info("kv.quota", limit=self.quota.limit, total=self.total, held=held)
+        self.put_limit(limit, held)
         return held
 
     def _preempt_down(self) -> None:
@@ -174,11 +156,6 @@ class SchedulerBridge:
     def held(self) -> int:
         return int(self.total - self._engine_free())
 
-    def _settle(self) -> None:
-        held = self.held()
-        self.quota.observe(held, sole=len(self.scheduler.running) <= 1)
-        self.host.settle_limit(self.step, held)
-
     def counts(self) -> Counts:
         """One reading of the pool in blocks. Cached blocks have content but no holder, so they are evictable.
 
@@ -196,7 +173,7 @@ class SchedulerBridge:
 
     def _new_prefills(self) -> list[Any]:
         """Waiting requests that were never scheduled, when they are to wait one more step; else none."""
-        if not self._arrived or self.host.window == 0.0:
+        if not self._arrived or self.window == 0.0:
             return []
         scheduler, arrived = self.scheduler, self._arrived
         new = [request for request in scheduler.waiting if request.request_id in arrived]
@@ -213,7 +190,7 @@ class SchedulerBridge:
             oldest_wait=self._clock() - min(arrived[request.request_id] for request in new),
             arrivals_possible=self._arrivals_possible,
         )
-        return new if self.host.hold(step) else []
+        return new if self.holds_new(step) else []
 
     def _forget_gone(self) -> None:
         """Drop arrival times of requests that were aborted before they were scheduled."""
