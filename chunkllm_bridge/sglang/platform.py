@@ -9,11 +9,9 @@ import functools
 import os
 from typing import Any
 
-COMPILE_SWITCH = "CHUNKLLM_CPU_COMPILE"
-
 
 def activate() -> str | None:
-    """The platform's class for SGLang, or None where the machine has an accelerator or SGLang's own CPU engine is wanted."""
+    """The platform's class for SGLang; None where there is an accelerator, or SGLang's own CPU engine is wanted."""
     import torch
 
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" or torch.accelerator.is_available():
@@ -54,6 +52,16 @@ def _platform_class() -> Any:
 
             defaults.apply(server_args)
 
+        def get_quantization_config(self, quantization: str) -> None:
+            """Refuse what a model's own files ask for and this platform cannot compute; else SGLang's default."""
+            from .torch_cpu.refusals import CannotServeError, reason_against_quantization
+
+            if why := reason_against_quantization(quantization):
+                raise CannotServeError([f"this model is quantized by {quantization}: {why}"])
+
+        def supports_speculative_algorithm(self, algorithm: str) -> bool:
+            return False  # the built-in ones; those of plugins are not asked about
+
         def init_backend(self) -> None:
             """Once in each worker: attention under the name that SGLang's own logic knows."""
             from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
@@ -65,7 +73,9 @@ def _platform_class() -> Any:
         def post_load_model(self, model: Any) -> None:
             from .torch_cpu.compiler import compiler
             from .torch_cpu.decoder import speed_up
+            from .torch_cpu.defaults import hold_cores
 
+            hold_cores()
             speed_up(model, compiler(os.environ))
 
     return TorchCpuPlatform

@@ -151,6 +151,8 @@ def backend_class() -> Any:
             )
 
     def _plain(layer: Any) -> bool:
-        return not layer.is_cross_attention and layer.attn_type == AttentionType.DECODER and layer.sliding_window_size < 0
+        return (
+            not layer.is_cross_attention and layer.attn_type == AttentionType.DECODER and layer.sliding_window_size < 0
+        )
 
     return BatchedAttention

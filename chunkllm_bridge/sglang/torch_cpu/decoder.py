@@ -1,7 +1,7 @@
 """A loaded model whose layers run as compiled pieces between the engine's own attention calls.
 
-The model's modules, weights and attention stay the engine's; only the loop over the layers is replaced, per instance, and
-every forward that the pieces do not know goes through the loop that was there.
+The model's modules, weights and attention stay the engine's; only the loop over the layers is replaced, per instance,
+and every forward that the pieces do not know goes through the loop that was there.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def reasons_against(model: Any) -> list[str]:
         return ["a layer is not a LlamaDecoderLayer"]
     reasons = []
     parallel = get_parallel()
-    if parallel.tp_size > 1 or parallel.pp_size > 1:
-        reasons.append(f"tensor parallel {parallel.tp_size}, pipeline parallel {parallel.pp_size}: not in pieces yet")
+    if parallel.pp_size > 1 or parallel.attn_tp_size != parallel.tp_size:
+        reasons.append("pipeline parallel, or attention parallel in another way than the rest")
     for name, linear in _linears(inner):
         if type(linear.quant_method) is not UnquantizedLinearMethod:
             reasons.append(f"{name} is {type(linear.quant_method).__name__}")
@@ -109,7 +109,8 @@ class Decoder:
         self.places = [(layer, layer.self_attn, layer.mlp) for layer in self.model.layers]
         self.linears = [linear for _, linear in _linears(self.model)]
         self.packed = packed.can_pack(self.exits[0].out)
-        self.pieces: Pieces = make_pieces(shape, packed.linear() if self.packed else _plain_linear(), compiler)
+        linear = packed.linear() if self.packed else _plain_linear()
+        self.pieces: Pieces = make_pieces(shape, linear, compiler, _reduce())
         self.angles: torch.Tensor | None = None
 
     def refresh(self) -> None:
@@ -122,7 +123,7 @@ class Decoder:
             yield from (entry.qkv, exit.out, exit.gate_up, exit.down)
         yield self.head_weight
 
-    def serves(self, input_embeds: Any, rows: int) -> bool:
+    def serves(self, rows: int) -> bool:
         """Whether the model is still the one that was looked at, and the forward is a plain one."""
         return (
             rows > 0
@@ -144,7 +145,7 @@ class Decoder:
         pp_proxy_tensors: Any = None,
     ) -> Any:
         """As `LlamaModel.forward`: the normed hidden states, (rows, hidden)."""
-        if not self.serves(input_embeds, positions.shape[-1]):
+        if not self.serves(positions.shape[-1]):
             return self.stock(input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors=pp_proxy_tensors)
         embedded = self.model.embed_tokens(input_ids) if input_embeds is None else input_embeds.contiguous()
         rotation = self.rotation(positions)
@@ -187,6 +188,14 @@ class Decoder:
                 self.pieces.tail(attended, hidden, self.exits[-1], self.norm)
 
 
+def _reduce() -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """The sum over the ranks of this model, or None where there is one rank."""
+    from sglang.srt.distributed import tensor_model_parallel_all_reduce
+    from sglang.srt.runtime_context import get_parallel
+
+    return tensor_model_parallel_all_reduce if get_parallel().tp_size > 1 else None  # type: ignore[no-any-return]
+
+
 def _plain_linear() -> Any:
     import torch
 
@@ -208,7 +217,12 @@ def _exit(layer: Any) -> Exit:
 
 def _linears(inner: Any) -> Iterator[tuple[str, Any]]:
     for index, layer in enumerate(inner.layers):
-        for owner, name in (("self_attn", "qkv_proj"), ("self_attn", "o_proj"), ("mlp", "gate_up_proj"), ("mlp", "down_proj")):
+        for owner, name in (
+            ("self_attn", "qkv_proj"),
+            ("self_attn", "o_proj"),
+            ("mlp", "gate_up_proj"),
+            ("mlp", "down_proj"),
+        ):
             yield f"layers.{index}.{owner}.{name}", getattr(getattr(layer, owner), name)
 
 

@@ -1,17 +1,28 @@
-"""The launch parameters that a machine with no GPU wants where the user has said nothing, and what it must refuse."""
+"""The launch parameters that a machine with no GPU wants where the user has said nothing."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
+from . import refusals
+
+MEMORY = 0.8  # of what is free: the KV cache is committed page by page, as it is used
+SPINS = 2000  # turns, some 20 us, that an OpenMP thread waits for its fellow before it sleeps: the HTTP server and the
+#               detokenizer share the cores, and a fellow that has lost its core to a spinning thread comes late
+
 
 def apply(server_args: Any) -> None:
-    """Fill in `server_args` in place."""
-    server_args.device = server_args.device or "cpu"
-    server_args.attention_backend = server_args.attention_backend or "torch_native"
-    server_args.sampling_backend = server_args.sampling_backend or "pytorch"
-    server_args.sleep_on_idle = True
+    """Check `server_args`, then fill them in, in place; the processes to be started inherit the environment."""
+    refusals.check(server_args)
+    server_args.device = "cpu"
+    server_args.attention_backend = "torch_native"
+    server_args.sampling_backend = "pytorch"
+    server_args.sleep_on_idle = True  # else the idle loop polls, and takes a core from whoever works
+    if server_args.mem_fraction_static is None:
+        server_args.mem_fraction_static = MEMORY
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = str(SPINS)
     bind_ranks(server_args.tp_size * server_args.dp_size * server_args.pp_size)
 
 
@@ -23,3 +34,28 @@ def bind_ranks(ranks: int) -> None:
     share = len(cores) // ranks
     parts = [cores[rank * share : (rank + 1) * share] for rank in range(ranks)]
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, part)) for part in parts)
+
+
+def hold_cores() -> None:
+    """In a worker of several: run on the cores of this rank, with as many threads.
+
+    SGLang leaves that to its own CPU kernels, which are not here.
+    """
+    import torch
+    from sglang.srt.runtime_context import get_device
+
+    binding = os.environ.get("SGLANG_CPU_OMP_THREADS_BIND", "all")
+    if "|" not in binding:
+        return
+    cores = _cores(binding.split("|")[get_device().gpu_id])
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(len(cores))
+
+
+def _cores(text: str) -> set[int]:
+    """ "0-2,5" -> {0, 1, 2, 5}"""
+    cores: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        cores.update(range(int(first), int(last or first) + 1))
+    return cores

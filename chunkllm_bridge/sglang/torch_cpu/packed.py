@@ -44,7 +44,7 @@ def unpack(weights: Iterable[torch.Tensor]) -> None:
 
 @functools.cache
 def linear() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The operation `(rows, in), (out, in) -> (rows, out)`, opaque to the compiler; a weight not packed is read plain."""
+    """`(rows, in), (out, in) -> (rows, out)`, opaque to the compiler; weights not packed are read plain."""
     import torch
 
     matmul = torch.ops.mkldnn._linear_pointwise.default

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
     Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v, residual
 
@@ -61,8 +62,13 @@ class Pieces:
     tail: Callable[[torch.Tensor, torch.Tensor, Exit, torch.Tensor], torch.Tensor]  # last attention -> final norm
 
 
-def make_pieces(shape: Shape, linear: Linear, compiler: Callable[..., Any] | None) -> Pieces:
-    """The functions for a model of that shape; `compiler` is applied to each."""
+def make_pieces(
+    shape: Shape,
+    linear: Linear,
+    compiler: Compiler | None,
+    reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Pieces:
+    """The functions for a model of that shape. `reduce` sums over the ranks of a tensor-parallel group, uncompiled."""
     split = [shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.kv_heads * shape.head_dim]
 
     def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -75,28 +81,42 @@ def make_pieces(shape: Shape, linear: Linear, compiler: Callable[..., Any] | Non
         turned = heads * rotation.cos + heads.roll(shape.head_dim // 2, -1) * rotation.sin
         return turned.to(x.dtype).view(x.shape[0], -1)
 
-    def entered(residual: torch.Tensor, entry: Entry, rotation: Rotation) -> Heads:
+    def head(residual: torch.Tensor, entry: Entry, rotation: Rotation) -> Heads:
         qkv = linear(normed(residual, entry.norm), entry.qkv)
         if entry.bias is not None:
             qkv = qkv + entry.bias
         q, k, v = qkv.split(split, -1)
         return rotated(q, rotation), rotated(k, rotation), v.contiguous(), residual
 
-    def left(attention: torch.Tensor, residual: torch.Tensor, exit: Exit) -> torch.Tensor:
-        residual = residual + linear(attention, exit.out)
+    def project(attention: torch.Tensor, exit: Exit) -> torch.Tensor:
+        return linear(attention, exit.out)
+
+    def feed(update: torch.Tensor, residual: torch.Tensor, exit: Exit) -> tuple[torch.Tensor, torch.Tensor]:
+        residual = residual + update
         gate, up = linear(normed(residual, exit.norm), exit.gate_up).chunk(2, -1)
-        return residual + linear(gate * gate.sigmoid() * up, exit.down)
+        return linear(gate * gate.sigmoid() * up, exit.down), residual
 
-    def head(embedded: torch.Tensor, entry: Entry, rotation: Rotation) -> Heads:
-        return entered(embedded, entry, rotation)
+    def enter(update: torch.Tensor, residual: torch.Tensor, entry: Entry, rotation: Rotation) -> Heads:
+        return head(residual + update, entry, rotation)
 
-    def between(
-        attention: torch.Tensor, residual: torch.Tensor, exit: Exit, entry: Entry, rotation: Rotation
-    ) -> Heads:
-        return entered(left(attention, residual, exit), entry, rotation)
-
-    def tail(attention: torch.Tensor, residual: torch.Tensor, exit: Exit, norm: torch.Tensor) -> torch.Tensor:
-        return normed(left(attention, residual, exit), norm)
+    def finish(update: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        return normed(residual + update, norm)
 
     wrap = compiler or (lambda function: function)
+    if reduce is not None:
+        project, feed, enter, finish = wrap(project), wrap(feed), wrap(enter), wrap(finish)
+    total = reduce or (lambda update: update)
+
+    def left(attention: torch.Tensor, residual: torch.Tensor, exit: Exit) -> tuple[torch.Tensor, torch.Tensor]:
+        update, residual = feed(total(project(attention, exit)), residual, exit)
+        return total(update), residual
+
+    def between(attention: torch.Tensor, residual: torch.Tensor, exit: Exit, entry: Entry, rotation: Rotation) -> Heads:
+        return enter(*left(attention, residual, exit), entry, rotation)
+
+    def tail(attention: torch.Tensor, residual: torch.Tensor, exit: Exit, norm: torch.Tensor) -> torch.Tensor:
+        return finish(*left(attention, residual, exit), norm)
+
+    if reduce is not None:
+        return Pieces(wrap(head), between, tail)
     return Pieces(wrap(head), wrap(between), wrap(tail))
