@@ -65,6 +65,7 @@ class Routes:
             except (ValueError, KeyError, TypeError, RecursionError):
                 return JSONResponse({"error": 'send {"set": {"kv_cache.memory_ratio": 0.1, ...}}'}, 400)
             try:
+                check_sendable(values)
                 return await self._answer(request, Set(values=values))
             except (ValueError, OverflowError, RecursionError) as error:  # no form in which it could reach the engine
                 return JSONResponse({"error": f"these values cannot be sent to the engine: {error}"}, 400)
@@ -100,6 +101,12 @@ class Routes:
             return JSONResponse({"error": str(error)}, error.status)
         body = {**reply.data, "error": reply.error} if reply.error else reply.data
         return JSONResponse(body, reply.status)
+
+
+def check_sendable(values: object) -> None:
+    """Refuse on every engine what one of them cannot send: broken text, and numbers of more than 64 bits."""
+    text = json.dumps(values, ensure_ascii=False).encode()
+    json.loads(text, parse_int=lambda digits: int(digits).to_bytes(8, signed=True))
 
 
 async def body_of(request: Request) -> bytes | None:

@@ -48,7 +48,8 @@ class Stopwatch:
     """Inter-token latencies, where a tokenizer manager gets batch outputs.
 
     From one output of a request to its next, over the tokens that came with it: a request that is not streamed gets
-    them by the dozen (SGLANG_FORCE_STREAM_INTERVAL), and each of them counts. The first token has no such latency.
+    them by the dozen (SGLANG_FORCE_STREAM_INTERVAL), and each of them counts. The first token has no such latency;
+    where it comes with others, the scheduler says when it was made (with --enable-metrics).
     """
 
     def __init__(
@@ -63,25 +64,30 @@ class Stopwatch:
 
     def wrap(self, original: Callable[[Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[Any]]:
         async def handle_batch_output(batch: Any) -> Any:
+            now = self._clock()
+            done = await original(batch)  # which unpacks the time stamps of the scheduler
             try:
-                if (counts := getattr(batch, "completion_tokens", None)) is not None:  # embeddings have none
-                    self.note(batch.rids, counts, batch.finished_reasons)
+                if getattr(batch, "completion_tokens", None) is not None:  # embeddings have none
+                    self.note(now, batch)
             except Exception as error:  # what escapes here ends the whole server (print_exception_wrapper)
                 log.warning("metrics.failed", reason=str(error))
-            return await original(batch)
+            return done
 
         return handle_batch_output
 
-    def note(self, rids: list[str], counts: list[int], finished: list[Any]) -> None:
-        now = self._clock()
-        if latencies := list(self._latencies(now, rids, counts, finished)):
+    def note(self, now: float, batch: Any) -> None:
+        if latencies := list(self._latencies(now, batch)):
             self._observe(latencies, ENGINE)
-        if len(self._last) > 2 * len(rids) + 1024:  # aborted requests have no last output
+        if len(self._last) > 2 * len(batch.rids) + 1024:  # aborted requests have no last output
             self._last = {rid: row for rid, row in self._last.items() if rid in self._requests}
 
-    def _latencies(self, now: float, rids: list[str], counts: list[int], finished: list[Any]) -> Iterator[float]:
-        for rid, count, reason in zip(rids, counts, finished, strict=True):
+    def _latencies(self, now: float, batch: Any) -> Iterator[float]:
+        stamps = getattr(batch, "time_stats", None) or [None] * len(batch.rids)
+        rows = zip(batch.rids, batch.completion_tokens, batch.finished_reasons, stamps, strict=True)
+        for rid, count, reason, stamp in rows:
             before = self._last.pop(rid, None) if reason is not None else self._last.get(rid)
+            if before is None and count > 1 and 0 < (first := getattr(stamp, "prefill_finished_time", 0)) <= now:
+                before = (first, 1)
             if before is not None and (fresh := count - before[1]) > 0:
                 for _ in range(fresh):
                     yield (now - before[0]) / fresh
