@@ -23,7 +23,7 @@ from chunkllm_bridge.common.registry import Registry
 from chunkllm_bridge.common.spec import Spec
 from chunkllm_bridge.common.values import from_text
 
-ENGINES = ("vllm",)
+ENGINES = ("vllm", "sglang")
 F = TypeVar("F", bound=Callable[..., Any])
 
 WIDE = None if sys.stdout.isatty() else 160
@@ -62,7 +62,7 @@ def warn(texts: Sequence[str], kind: str = "warning") -> None:
 @click.group()
 @click.version_option(__version__, prog_name="chunkllm")
 def cli() -> None:
-    """Look at, change and check ChunkLLM Bridge on a running vLLM server."""
+    """Look at, change and check ChunkLLM Bridge on a running vLLM or SGLang server."""
 
 
 @cli.command()

@@ -80,7 +80,10 @@ class Line:
         inwards: zmq.Socket[bytes] = zmq.Socket.shadow(self._manager.recv_from_detokenizer)
         until = time.monotonic() + patience
         with self._question(lambda: None) as (name, answers):
-            sock_send(outwards, Command(rid=name, message=encode(command)))
+            try:  # a blocking one would wait for ever for somebody to connect
+                sock_send(outwards, Command(rid=name, message=encode(command)), zmq.NOBLOCK)
+            except zmq.Again:
+                raise ControlError("the schedulers are gone", 503) from None
             while len(answers) < self._replicas:
                 if inwards.poll(int(PATIENCE * 1000)):
                     self._manager._result_dispatcher(sock_recv(inwards))

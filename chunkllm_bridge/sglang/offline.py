@@ -62,7 +62,7 @@ class Engine(SglangEngine):  # type: ignore[misc]  # an engine is Any to us
             launch.ensure_launch_patched()
             wire = launch.resolve(wish).to_wire()
             if given := kwargs.get("server_args"):
-                kwargs["server_args"] = given = copy.copy(given)
+                kwargs["server_args"] = given = copy.deepcopy(given)
                 setattr(given, ATTRIBUTE, wire)
             cls: Any = type(self)
             make = cls.server_args_class

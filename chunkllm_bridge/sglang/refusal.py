@@ -59,7 +59,8 @@ def refusing() -> Iterator[None]:
 
 
 def refuse(error: Exception) -> NoReturn:
-    """End this process with the error's reasons in the launch's file. `SystemExit` passes SGLang's own handlers."""
+    """End this process with the error's reasons in the launch's file, at once: neither an exception, which SGLang takes
+    for a crash, nor a way out that waits for the threads of an engine that is half made."""
     text = str(error) if isinstance(error, BridgeError) else f"{type(error).__name__}: {error}"
     reasons = [text]
     if isinstance(error, IncompatibleError):
@@ -67,10 +68,16 @@ def refuse(error: Exception) -> NoReturn:
     launcher, _, file = os.environ.get(VARIABLE, "").partition(":")
     if not file:
         print(f"chunkllm: {text}", file=sys.stderr)
-        raise SystemExit(2)
+        leave()
     log.error("bridge.refused", reason=text)
     with open(file, "a") as handle:
         handle.write("".join(f"{json.dumps(reason)}\n" for reason in reasons))
     if os.getppid() != int(launcher):  # a data-parallel controller would wait for this replica for ever
         os.kill(os.getppid(), signal.SIGKILL)
-    raise SystemExit(2)
+    leave()
+
+
+def leave() -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(IncompatibleError.exit_code)
