@@ -19,9 +19,6 @@ from chunkllm_bridge.patches import sglang as patches
 
 log = get_logger("sglang.metrics")
 
-ENGINE = "0"
-"""The `engine` of the latencies: batch outputs do not say which replica they come from."""
-
 
 class Meter:
     """What this server measures and publishes while it lives. Make it once the engine has set its environment:
@@ -77,7 +74,8 @@ class Stopwatch:
 
     def note(self, now: float, batch: Any) -> None:
         if latencies := list(self._latencies(now, batch)):
-            self._observe(latencies, ENGINE)
+            replica = (getattr(batch, "dp_ranks", None) or [None])[0]  # one batch comes from one scheduler
+            self._observe(latencies, str(replica or 0))
         if len(self._last) > 2 * len(batch.rids) + 1024:  # aborted requests have no last output
             self._last = {rid: row for rid, row in self._last.items() if rid in self._requests}
 

@@ -310,6 +310,33 @@ class TestStopwatch:
         """Each counts, with its share of the time; an output without a token does not."""
         assert [0.5] * 4 == self.watch((0, {"a": (1, False)}), (1, {"a": (1, False)}), (2, {"a": (5, False)}))
 
+    def test_replicas(self) -> None:
+        """Each counts as an engine of its own."""
+        found: list[str] = []
+        stopwatch = Stopwatch(types.SimpleNamespace(rid_to_state={}), lambda latencies, engine: found.append(engine))
+        for ranks in (None, [0], [1]):
+            for count in (1, 2):
+                rids, ends = [str(ranks)], [None]
+                batch = types.SimpleNamespace(
+                    rids=rids, completion_tokens=[count], finished_reasons=ends, dp_ranks=ranks, time_stats=None
+                )
+                stopwatch.note(float(count), batch)
+
+        assert ["0", "0", "1"] == found
+
+    def test_short_answers_in_one_output(self) -> None:
+        """The scheduler says when the first token was made, where it says anything."""
+        found: list[float] = []
+        stopwatch = Stopwatch(types.SimpleNamespace(rid_to_state={}), lambda latencies, engine: found.extend(latencies))
+        stamps = [types.SimpleNamespace(prefill_finished_time=1.0), types.SimpleNamespace(prefill_finished_time=0.0)]
+        ends = [{"type": "length"}] * 2
+        batch = types.SimpleNamespace(
+            rids=["a", "b"], completion_tokens=[3, 3], finished_reasons=ends, dp_ranks=None, time_stats=stamps
+        )
+        stopwatch.note(2.0, batch)
+
+        assert [0.5, 0.5] == found
+
     def test_aborted_requests(self) -> None:
         """Do not pile up."""
         many = [(0, {str(number): (1, False) for number in range(5000)}), (1, {"x": (1, False)})]
