@@ -3,8 +3,9 @@
 For a program that makes its engines with `sglang.Engine` itself: name the spec file in the environment variable
 CHUNKLLM_CONFIG, and `import chunkllm_bridge.sglang` before the first engine. Then every engine that the program starts
 gets the bridge, and `engine.chunkllm` controls it. The import only remembers the wish (`launch.arm`); SGLang's own
-classes are wrapped when it starts an engine. Launches on a command line have `--plugin chunkllm`, and only that.
-Without the variable the import has no effects.
+classes are wrapped when it starts an engine. As SGLang's plugin loader imports this package too, the variable stands
+for every engine of the program. Launches on a command line have `--plugin chunkllm`, and only that. Without the
+variable the import has no effects.
 """
 
 from __future__ import annotations

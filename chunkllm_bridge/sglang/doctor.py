@@ -31,5 +31,4 @@ def notes() -> list[str]:
     found = [*obstacles.hidden_by(os.environ), *obstacles.platform_hidden(os.environ)]
     if not any(point.name == NAME for point in entry_points(group="sglang.srt.plugins")):
         found.append("no entry point `sglang.srt.plugins: chunkllm`: install chunkllm-bridge again")
-    found.append("`sglang serve --help` loads no plugins; `python -m sglang.launch_server --help` lists our flags")
     return found

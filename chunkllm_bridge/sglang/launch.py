@@ -36,6 +36,7 @@ OFF = "_chunkllm_off"
 """Our mark on a `ServerArgs` from a command line without the flag: there, flags alone count."""
 
 ENGINE = "sglang.srt.entrypoints.engine"
+LAUNCHING = ("_launch_subprocesses", ENGINE)
 
 _undo: contextlib.ExitStack | None = None
 _armed = False
@@ -64,6 +65,17 @@ def register() -> None:
 
             refuse(error)
         print(f"chunkllm: not loaded: {type(error).__name__}: {error} (see `chunkllm doctor`)", file=sys.stderr)
+    if _armed and not child and launch_has_begun():
+        why = f"{CONFIG} is set, but this engine was started before SGLang loaded us"
+        raise SystemExit(f"chunkllm: {why}: import {ENGINE} before chunkllm_bridge.sglang")
+
+
+def launch_has_begun() -> bool:
+    """Whether SGLang calls us from a launch that we cannot wrap any more, such as `http_server.launch_server`."""
+    frame = sys._getframe().f_back
+    while frame is not None and (frame.f_code.co_name, frame.f_globals.get("__name__")) != LAUNCHING:
+        frame = frame.f_back
+    return frame is not None
 
 
 def unregister() -> None:

@@ -451,8 +451,18 @@ class TestHookImport:
 
         assert launch.boarding(from_cli()) is None
 
+    def test_a_launch_that_has_begun(self, spec_file, monkeypatch) -> None:
+        """SGLang then loads us too late to wrap it: it is not served without the bridge, and the message says how."""
+        launch.unregister()
+        monkeypatch.setattr(launch, "_armed", True)
+        begun: dict[str, Any] = {"__name__": launch.ENGINE, "register": launch.register}
+        exec("def _launch_subprocesses():\n    register()", begun)
+
+        with pytest.raises(SystemExit, match="before chunkllm_bridge"):
+            begun["_launch_subprocesses"]()
+
     def test_not_armed(self, spec_file) -> None:
-        """The variable alone does nothing."""
+        """The variable does nothing where nothing imported us since it was set."""
         assert launch.boarding(ServerArgs(model_path=NOWHERE)) is None
 
     def test_a_bad_spec(self, spec_file) -> None:
