@@ -47,6 +47,16 @@ def _platform_class() -> Any:
         def is_pin_memory_available(self, device: Any = None) -> bool:
             return False
 
+        def get_available_memory(self, device_id: int = 0) -> tuple[int, int]:
+            """(free, total) bytes; no more than the control group of this process may still take."""
+            from sglang.srt.utils.common import get_free_cpu_memory
+
+            return get_free_cpu_memory(), self.get_device_total_memory()
+
+        def get_current_memory_usage(self, device: Any = None) -> float:
+            free, total = self.get_available_memory()
+            return float(total - free)
+
         def apply_server_args_defaults(self, server_args: Any) -> None:
             from .torch_cpu import defaults
 
@@ -72,10 +82,11 @@ def _platform_class() -> Any:
 
         def post_load_model(self, model: Any) -> None:
             from .torch_cpu.compiler import compiler
-            from .torch_cpu.decoder import speed_up
+            from .torch_cpu.decoder import follow_direct_updates, speed_up
             from .torch_cpu.defaults import hold_cores
 
             hold_cores()
+            follow_direct_updates()
             speed_up(model, compiler(os.environ))
 
     return TorchCpuPlatform

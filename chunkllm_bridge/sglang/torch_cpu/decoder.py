@@ -6,6 +6,7 @@ and every forward that the pieces do not know goes through the loop that was the
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("chunkllm.torch_cpu")
 
+REFRESH = "_chunkllm_refresh"  # on a model: packs its weights anew
 WARM_ROWS = (1, 8)  # one row is compiled for itself, all other numbers together
 
 
@@ -56,7 +58,7 @@ def reasons_against(model: Any) -> list[str]:
     from sglang.srt.models.llama import LlamaDecoderLayer, LlamaModel
     from sglang.srt.runtime_context import get_parallel
 
-    inner = getattr(model, "model", None)
+    inner: Any = getattr(model, "model", None)
     if type(inner) is not LlamaModel:
         return [f"{type(model).__name__} is not of the Llama kind"]
     if not all(type(layer) is LlamaDecoderLayer for layer in inner.layers):
@@ -90,7 +92,6 @@ class Decoder:
     def __init__(self, model: Any, compiler: Callable[..., Any] | None) -> None:
         self.model = model.model
         self.stock = model.model.forward
-        self.packed = False
         self.head_weight = model.lm_head.weight
         first = self.model.layers[0]
         attention = first.self_attn
@@ -108,7 +109,7 @@ class Decoder:
         self.known = [(linear, linear.quant_method) for _, linear in _linears(self.model)]
         self.places = [(layer, layer.self_attn, layer.mlp) for layer in self.model.layers]
         self.linears = [linear for _, linear in _linears(self.model)]
-        self.packed = packed.can_pack(self.exits[0].out)
+        self.packed = packed.can_pack(self.weights())
         linear = packed.linear() if self.packed else _plain_linear()
         self.pieces: Pieces = make_pieces(shape, linear, compiler, _reduce())
         self.angles: torch.Tensor | None = None
@@ -193,7 +194,8 @@ def _reduce() -> Callable[[torch.Tensor], torch.Tensor] | None:
     from sglang.srt.distributed import tensor_model_parallel_all_reduce
     from sglang.srt.runtime_context import get_parallel
 
-    return tensor_model_parallel_all_reduce if get_parallel().tp_size > 1 else None  # type: ignore[no-any-return]
+    everybody: Callable[[torch.Tensor], torch.Tensor] = tensor_model_parallel_all_reduce
+    return everybody if get_parallel().tp_size > 1 else None
 
 
 def _plain_linear() -> Any:
@@ -253,7 +255,7 @@ def _pack_head(model: Any, decoder: Decoder) -> None:
 
 
 def _follow_updates(model: Any, decoder: Decoder) -> None:
-    """Weights that are loaded anew while serving are packed anew."""
+    """Weights that are loaded anew while serving are packed anew; `model.load_weights` is the way they come."""
     load = model.load_weights
 
     def load_weights(*args: Any, **kwargs: Any) -> Any:
@@ -263,3 +265,20 @@ def _follow_updates(model: Any, decoder: Decoder) -> None:
         return result
 
     model.load_weights = load_weights
+    setattr(model, REFRESH, decoder.refresh)
+
+
+def follow_direct_updates() -> None:
+    """The other way: SGLang's `load_format="direct"` copies into the parameters past the model."""
+    from sglang.srt.model_executor.model_runner_components import weight_updater
+
+    copy = weight_updater._model_load_weights_direct
+
+    @functools.wraps(copy)
+    def copy_and_refresh(model: Any, *args: Any, **kwargs: Any) -> Any:
+        result = copy(model, *args, **kwargs)
+        getattr(model, REFRESH, lambda: None)()
+        return result
+
+    if not hasattr(copy, "__wrapped__"):
+        weight_updater._model_load_weights_direct = copy_and_refresh

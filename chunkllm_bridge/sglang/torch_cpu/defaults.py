@@ -8,8 +8,9 @@ from typing import Any
 from . import refusals
 
 MEMORY = 0.8  # of what is free: the KV cache is committed page by page, as it is used
-SPINS = 2000  # turns, some 20 us, that an OpenMP thread waits for its fellow before it sleeps: the HTTP server and the
-#               detokenizer share the cores, and a fellow that has lost its core to a spinning thread comes late
+# An OpenMP thread that waits for its fellow sleeps at once: the HTTP server and the detokenizer share the cores, and a
+# fellow that has lost its core to a spinning thread comes late.
+SPINS = 0
 
 
 def apply(server_args: Any) -> None:

@@ -7,7 +7,7 @@ The plain weight stays where it is (tied embeddings and weight updates need it),
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -15,17 +15,24 @@ if TYPE_CHECKING:
     import torch
 
 ROWS = 8  # oneDNN lays out for about that many rows; the layout serves any number
+ROOM = 1.5  # times the weights' size must be free before they are packed: the KV cache is still to come
 
 _packed: dict[int, torch.Tensor] = {}  # address of the plain weight -> the packed one
 
 
-def can_pack(weight: torch.Tensor) -> bool:
-    """Whether this machine has kernels for a packed weight of that type."""
+def can_pack(weights: Iterable[torch.Tensor]) -> bool:
+    """Whether this machine has kernels for packed weights of that type, and memory for a second copy of them."""
     import torch
+    from sglang.srt.utils.common import get_free_cpu_memory
 
-    if weight.device.type != "cpu" or weight.dim() != 2 or not torch.backends.mkldnn.is_available():
+    weights = list(weights)
+    mkldnn: Any = torch.backends.mkldnn
+    if not mkldnn.is_available() or any(weight.dtype != torch.bfloat16 for weight in weights):
         return False
-    return weight.dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    size = sum(weight.numel() * weight.element_size() for weight in weights)
+    return bool(get_free_cpu_memory() > ROOM * size)
 
 
 def pack(weights: Iterable[torch.Tensor]) -> None:
@@ -54,9 +61,10 @@ def linear() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         packed = _packed.get(weight.data_ptr())
         return plain(x, weight) if packed is None else matmul(x, packed, None, "none", [], "")
 
-    library = torch.library.Library("chunkllm_cpu", "DEF")
+    torch_library: Any = torch.library
+    library = torch_library.Library("chunkllm_cpu", "DEF")
     library.define("linear(Tensor x, Tensor weight) -> Tensor")
     library.impl("linear", on_cpu, "CPU")
-    torch.library.register_fake("chunkllm_cpu::linear", lambda x, weight: x.new_empty(x.shape[0], weight.shape[0]))
+    torch_library.register_fake("chunkllm_cpu::linear", lambda x, weight: x.new_empty(x.shape[0], weight.shape[0]))
     linear.library = library  # type: ignore[attr-defined]  # the registration lives as long as its object
     return torch.ops.chunkllm_cpu.linear.default

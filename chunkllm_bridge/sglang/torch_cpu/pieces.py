@@ -85,7 +85,7 @@ def make_pieces(
         qkv = linear(normed(residual, entry.norm), entry.qkv)
         if entry.bias is not None:
             qkv = qkv + entry.bias
-        q, k, v = qkv.split(split, -1)
+        q, k, v = qkv.split_with_sizes(split, -1)
         return rotated(q, rotation), rotated(k, rotation), v.contiguous(), residual
 
     def project(attention: torch.Tensor, exit: Exit) -> torch.Tensor:
