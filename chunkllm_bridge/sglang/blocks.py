@@ -67,10 +67,10 @@ class SchedulerBridge(Scheduling):
         def get_next_batch_to_run(*args: Any, **kwargs: Any) -> Any:
             if not self.busy():  # the loop comes by all the time
                 return original(*args, **kwargs)
-            self.step += 1
             self._short = False
             plan = original(*args, **kwargs)
-            if plan.batch_to_run is not None:
+            if plan.batch_to_run is not None:  # else the engine waits for what a step in flight gives back
+                self.step += 1
                 self.settle(self.held(), sole=len(self._requests(plan.running_batch, plan.batch_to_run)) <= 1)
                 if self._released:
                     self._released &= {request.rid for request in self.scheduler.waiting_queue}
