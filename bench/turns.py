@@ -107,8 +107,10 @@ class Pairs:
         return sum(others > DISTURBED for others in self.others)
 
     def settle(self) -> int:
-        """Leave the disturbed pairs out, unless they are most of all. Returns how many were left out."""
-        if not (left_out := self.disturbed) or left_out > len(self.others) // 2:
+        """Leave the disturbed pairs out, unless they are most of all, or too few remain. Returns how many were left
+        out."""
+        left_out = self.disturbed
+        if not left_out or len(self.others) - left_out < max(2, left_out):
             return 0
         quiet = [index for index, others in enumerate(self.others) if others <= DISTURBED]
         self.rate, self.steps = [self.rate[index] for index in quiet], [self.steps[index] for index in quiet]
