@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from chunkllm_bridge.common.abi import BatchingStep, BlocksStep
+from typing import Any
+
+from chunkllm_bridge.common.abi import BatchingStep, BlocksStep, EngineInfo
 from chunkllm_bridge.common.host import Host
 from chunkllm_bridge.common.log import get_logger
-from chunkllm_bridge.common.quota import PoolQuota
+from chunkllm_bridge.common.pool import pool_status
+from chunkllm_bridge.common.quota import Counts, PoolQuota
 
 log = get_logger("scheduling")
 
@@ -55,3 +58,12 @@ class Scheduling:
         self.quota.observe(held, sole=sole)
         if self.host is not None:
             self.host.settle_limit(self.step, held)
+
+    def counts(self) -> Counts:
+        """One reading of the engine's pool, in blocks."""
+        raise NotImplementedError
+
+    def status(self, about: EngineInfo) -> dict[str, Any]:
+        """The "kv" part of the status."""
+        assert self.host is not None
+        return pool_status(self.counts(), self.quota, about, self.host.spec, holds=self.holds, steps=self.step)

@@ -24,7 +24,6 @@ from chunkllm_bridge.common.pool import (
     check_ratio,
     check_shares,
     layer_reasons,
-    pool_status,
     ratio_bytes,
 )
 from chunkllm_bridge.common.seating import disabled
@@ -219,14 +218,7 @@ class SchedulerAttachment:
     def _ports(self, host: Host, about: EngineInfo) -> Ports:
         return Ports(
             ranks=self.ranks.call,
-            pool=lambda: pool_status(
-                self.bridge.counts(),
-                self.bridge.quota,
-                about,
-                host.spec,
-                holds=self.bridge.holds,
-                steps=self.bridge.step,
-            ),
+            pool=lambda: self.bridge.status(about),
             requests=lambda: {
                 "running": len(self.bridge.running()),
                 "waiting": len(self.scheduler.waiting_queue),

@@ -99,7 +99,7 @@ def device_memory(device: str) -> int:
     if device == "cpu":
         parallel = get_parallel()
         ranks = parallel.tp_size * max(1, parallel.dp_size) // max(1, parallel.nnodes)
-        return this_machine().memory_bytes // max(1, ranks)
+        return this_machine().memory_bytes // max(1, int(ranks))
     from sglang.srt.platforms import current_platform
 
     return int(current_platform.get_device_total_memory())
@@ -112,7 +112,7 @@ def weight_bytes(scheduler: Any) -> int:
 
 
 def token_bytes(pools: Any) -> int:
-    """Bytes of one token's KV over all layers of one rank, as the engine's own sizing counts (`KVCacheConfigurator`)."""
+    """Bytes of one token's KV over all layers of one rank, as the engine's own sizing counts them."""
     from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
 
     return int(getattr(create_memory_pool_configurator(pools), "_cell_size", 0))

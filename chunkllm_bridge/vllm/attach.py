@@ -19,7 +19,6 @@ from chunkllm_bridge.common.pool import (
     check_ratio,
     check_shares,
     layer_reasons,
-    pool_status,
     ratio_bytes,
 )
 from chunkllm_bridge.common.seating import disabled
@@ -180,7 +179,7 @@ class CoreAttachment:
 
         return Ports(
             ranks=ranks,
-            pool=lambda: self._pool(about),
+            pool=lambda: self._bridge.status(about),
             requests=lambda: {
                 "running": len(self._bridge.scheduler.running),
                 "waiting": len(self._bridge.scheduler.waiting),
@@ -188,11 +187,6 @@ class CoreAttachment:
             check=lambda spec: check_ratio(spec, about),
             committed=self._refresh,
         )
-
-    def _pool(self, about: EngineInfo) -> dict[str, Any]:
-        bridge = self._bridge
-        spec = bridge.host.spec
-        return pool_status(bridge.counts(), bridge.quota, about, spec, holds=bridge.holds, steps=bridge.step)
 
     def _refresh(self) -> None:
         self._bridge.refresh_limit()

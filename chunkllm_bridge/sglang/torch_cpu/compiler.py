@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger("chunkllm.torch_cpu")
 
 SWITCH = "CHUNKLLM_CPU_COMPILE"
+CHUNK = 16384  # elements that a thread must get before a loop is shared out: at a few rows, waking it costs more
 
 
 def compiler(environ: Mapping[str, str]) -> Callable[..., Any] | None:
@@ -28,6 +29,6 @@ def compiler(environ: Mapping[str, str]) -> Callable[..., Any] | None:
     import torch
 
     def compile(function: Callable[..., Any]) -> Any:
-        return torch.compile(function, fullgraph=True, options={"size_asserts": False})
+        return torch.compile(function, fullgraph=True, options={"size_asserts": False, "cpp.min_chunk_size": CHUNK})
 
     return compile

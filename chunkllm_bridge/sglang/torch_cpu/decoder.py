@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 log = structlog.get_logger("chunkllm.torch_cpu")
 
 REFRESH = "_chunkllm_refresh"  # on a model: packs its weights anew
-WARM_ROWS = (1, 8)  # one row is compiled for itself, all other numbers together
+FEW = 64  # rows up to which a step is mostly decode: its loops are compiled to run on one thread
+ROWS = (
+    (256, FEW + 1, None),
+    (8, 2, FEW),
+    (1, 1, 1),
+)  # what is compiled: (a number of rows, the least and most it serves)
 
 
 def speed_up(model: Any, compiler: Callable[..., Any] | None) -> None:
@@ -173,17 +178,18 @@ class Decoder:
     def warm_up(self) -> None:
         """Compile for every number of rows, before the server says that it is ready."""
         import torch
+        from sglang.srt.utils import DynamicGradMode
 
         log.info("cpu.compiling", layers=len(self.exits), note="a minute at the first start, seconds at later ones")
         attention = self.attentions[0]
-        with torch.inference_mode():
-            for rows in sorted(WARM_ROWS, reverse=True):
+        with DynamicGradMode():  # as the engine's forwards: code compiled in another mode would not serve them
+            for rows, least, most in ROWS:
                 hidden = self.norm.new_zeros(rows, self.norm.shape[0])
                 attended = hidden.new_zeros(rows, attention.tp_q_head_num * attention.v_head_dim)
                 rotation = self.rotation(torch.zeros(rows, dtype=torch.int64))
-                if rows > 1:
+                if most != least:
                     for tensor in (hidden, attended, *rotation):
-                        torch._dynamo.mark_dynamic(tensor, 0)
+                        torch._dynamo.mark_dynamic(tensor, 0, min=least, max=most)
                 self.pieces.head(hidden, self.entries[0], rotation)
                 self.pieces.between(attended, hidden, self.exits[0], self.entries[-1], rotation)
                 self.pieces.tail(attended, hidden, self.exits[-1], self.norm)
