@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import multiprocessing
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from chunkllm_bridge.common.control import Set, Status
 from chunkllm_bridge.common.errors import ConfigError, ControlError, IncompatibleError
 from chunkllm_bridge.sglang import Engine, info
 from tests.engines.conftest import plugin_source
+from tests.support import bare
 
 PAGE, PAGES = 16, 100
 WORDS = ("sea", "ship", "moon", "x = [1]", "def f():", "red", "Grüße", "the", "Once upon a time")
@@ -245,6 +247,22 @@ class TestPool:
 
         for part in parts:
             assert part in str(refusal.value)
+
+
+def test_a_scheduler_without_the_bridge_is_not_served(started) -> None:
+    """SGLang would go on without a plugin that is not loaded in a process. Who started the engine hears which one, and
+    no process stays behind."""
+
+    class HalfHooked(Engine):
+        run_scheduler_process_func = staticmethod(bare.run_scheduler_process)
+
+    with (
+        pytest.raises(IncompatibleError, match="scheduler 0: it runs without the bridge"),
+        started(HalfHooked, plugin="chunkllm"),
+    ):
+        pass
+
+    assert [] == multiprocessing.active_children()
 
 
 class TestBadPlugins:
