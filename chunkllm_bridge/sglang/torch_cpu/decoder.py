@@ -25,7 +25,7 @@ log = structlog.get_logger("chunkllm.torch_cpu")
 REFRESH = "_chunkllm_refresh"  # on a model: packs its weights anew
 FEW = 64  # rows up to which a step is mostly decode: its loops are compiled to run on one thread
 ROWS = (
-    (256, FEW + 1, None),
+    (256, FEW + 1, 1 << 24),
     (8, 2, FEW),
     (1, 1, 1),
 )  # what is compiled: (a number of rows, the least and most it serves)
