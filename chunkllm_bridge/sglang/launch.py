@@ -248,11 +248,12 @@ def launch(start: Callable[[], Any], server_args: Any, passport: Passport) -> An
                     raise IncompatibleError("the bridge", reasons) from None
                 raise
         manager, _, _, schedulers, watchdog, *_ = result
-        try:
-            control.attach(manager, schedulers, passport)
-        except BaseException:
-            watchdog.stop()  # it would take the end of a scheduler for a crash, and end us
-            raise
+        if manager is not None:  # else the first node asks our schedulers together with its own
+            try:
+                control.attach(manager, schedulers, passport)
+            except BaseException:
+                watchdog.stop()  # it would take the end of a scheduler for a crash, and end us
+                raise
         stop.pop_all()
     return result
 

@@ -15,7 +15,6 @@ PLATFORMS = "sglang.srt.platforms"
 
 UNFIT: Mapping[str, tuple[Any, str]] = {
     "pp_size": (1, "stages of a pipeline schedule apart from each other"),
-    "nnodes": (1, "schedulers on other machines cannot be asked what they attached"),
     "enable_dp_attention": (False, "its replicas share one group of ranks"),
     "disaggregation_mode": ("null", "its queues are not the scheduler's own"),
     "enable_pdmux": (False, "it schedules in a loop of its own"),
