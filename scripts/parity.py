@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from scripts.envs import ROOT
 from scripts.model import build
@@ -84,8 +85,8 @@ def side_by_side(console: Console, *, prompts: Sequence[str] = PROMPTS[:6], toke
     shown = Table("prompt", *answers, "", title=f"{SPEC.name} on both engines, float32, greedy", show_lines=True)
     verdicts = [verdict(*row) for row in zip(*answers.values(), strict=True)]
     for row in zip(prompts, *answers.values(), verdicts, strict=True):
-        shown.add_row(*(text.strip().replace("\n", " ") for text in row))
-    console.print(shown, markup=False)
+        shown.add_row(*(Text(text.strip().replace("\n", " ")) for text in row))
+    console.print(shown, width=max(120, console.width), crop=False)
     console.print(f"{verdicts.count('equal')} of {len(prompts)} texts are equal")
 
 
@@ -96,11 +97,11 @@ def parity(console: Console) -> None:
     columns = [[verdict(*pair) for pair in zip(stock[engine], ours[engine], strict=True)] for engine in ENGINES]
     columns.append([verdict(*pair) for pair in zip(*ours.values(), strict=True)])
     for prompt, *verdicts in zip(PROMPTS, *columns, strict=True):
-        shown.add_row(prompt.replace("\n", " "), *verdicts)
+        shown.add_row(Text(prompt.replace("\n", " ")), *verdicts)
     counts = [column.count("equal") for column in columns]
     shown.add_section()
     shown.add_row("equal", *(f"{count} of {len(PROMPTS)}" for count in counts))
-    console.print(shown)
+    console.print(shown, width=max(120, console.width), crop=False)
     if counts[:-1] != [len(PROMPTS)] * len(ENGINES):
         raise ServerError("the bridge changed a text")
 
