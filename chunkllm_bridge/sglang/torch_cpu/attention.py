@@ -56,7 +56,7 @@ def backend_class() -> Any:
                 self.plan = self._verified(forward_batch)
             elif mode.is_decode():
                 self.plan = self._even(forward_batch, 1, None)
-            elif mode.is_extend():
+            elif mode.is_extend() and forward_batch.extend_seq_lens is not None:
                 self.plan = self._spans(forward_batch)
 
         def _verified(self, batch: Any) -> Even | None:
@@ -109,7 +109,7 @@ def backend_class() -> Any:
             if isinstance(plan, Even):
                 return self._forward_even(plan, q, k, v, layer, forward_batch, save_kv_cache)
             keys, values = self._stored(k, v, layer, forward_batch, save_kv_cache)
-            heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+            heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
             out = q.new_empty(heads.shape[0], layer.tp_q_head_num, layer.v_head_dim)
             for span in plan:
                 out[span.start : span.end] = attend(
@@ -129,7 +129,7 @@ def backend_class() -> Any:
             requests, _, rows, longest = plan.mask.shape
             kv_heads, dim = layer.tp_k_head_num, layer.qk_head_dim
             group = layer.tp_q_head_num // kv_heads
-            heads = q.view(requests, rows, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
+            heads = q.reshape(requests, rows, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
             mask = plan.mask if rows == 1 else plan.mask.repeat(1, 1, group, 1)
             out = attend(
                 heads.reshape(requests, kv_heads, group * rows, dim),

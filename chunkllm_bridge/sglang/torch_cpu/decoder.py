@@ -111,9 +111,8 @@ class Decoder:
         self.entries = [_entry(layer) for layer in self.model.layers]
         self.exits = [_exit(layer) for layer in self.model.layers]
         self.norm = self.model.norm.weight
-        self.known = [(linear, linear.quant_method) for _, linear in _linears(self.model)]
+        self.known = [(linear, linear.quant_method, linear.weight) for _, linear in _linears(self.model)]
         self.places = [(layer, layer.self_attn, layer.mlp) for layer in self.model.layers]
-        self.linears = [linear for _, linear in _linears(self.model)]
         self.packed = packed.can_pack(self.weights())
         linear = packed.linear() if self.packed else _plain_linear()
         self.pieces: Pieces = make_pieces(shape, linear, compiler, _reduce())
@@ -134,8 +133,10 @@ class Decoder:
         return (
             rows > 0
             and not self.model.layers_to_capture
-            and all(linear.quant_method is method for linear, method in self.known)
-            and all(linear is now for linear, now in zip(self.linears, self._present(), strict=True))
+            and all(
+                now is linear and now.quant_method is method and now.weight is weight
+                for now, (linear, method, weight) in zip(self._present(), self.known, strict=True)
+            )
         )
 
     def _present(self) -> Iterator[Any]:

@@ -59,7 +59,7 @@ def linear() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
 
     def on_cpu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         packed = _packed.get(weight.data_ptr())
-        return plain(x, weight) if packed is None else matmul(x, packed, None, "none", [], "")
+        return plain(x, weight) if packed is None or not x.shape[0] else matmul(x, packed, None, "none", [], "")
 
     torch_library: Any = torch.library
     library = torch_library.Library("chunkllm_cpu", "DEF")
