@@ -223,6 +223,6 @@ def finish(taken: Mapping[int, Pairs], names: Names, title: str, console: Consol
     """Leave disturbed pairs out, and show the rest."""
     seen = sum(pairs.disturbed for pairs in taken.values())
     left_out = sum(pairs.settle() for pairs in taken.values())
-    console.print(table(taken, names, title), width=max(120, console.width), crop=False)
+    console.print(table(taken, names, title))
     if seen:
         console.print(f"{seen} pairs were disturbed by something else; {left_out} were left out")

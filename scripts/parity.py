@@ -86,7 +86,7 @@ def side_by_side(console: Console, *, prompts: Sequence[str] = PROMPTS[:6], toke
     verdicts = [verdict(*row) for row in zip(*answers.values(), strict=True)]
     for row in zip(prompts, *answers.values(), verdicts, strict=True):
         shown.add_row(*(Text(text.strip().replace("\n", " ")) for text in row))
-    console.print(shown, width=max(120, console.width), crop=False)
+    console.print(shown)
     console.print(f"{verdicts.count('equal')} of {len(prompts)} texts are equal")
 
 
@@ -101,7 +101,7 @@ def parity(console: Console) -> None:
     counts = [column.count("equal") for column in columns]
     shown.add_section()
     shown.add_row("equal", *(f"{count} of {len(PROMPTS)}" for count in counts))
-    console.print(shown, width=max(120, console.width), crop=False)
+    console.print(shown)
     if counts[:-1] != [len(PROMPTS)] * len(ENGINES):
         raise ServerError("the bridge changed a text")
 

@@ -113,7 +113,7 @@ def run(job: Callable[[Console], None]) -> int:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupt)
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     try:
         job(console)
     except ServerError as error:
