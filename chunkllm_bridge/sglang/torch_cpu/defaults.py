@@ -10,7 +10,7 @@ from . import refusals
 MEMORY = 0.8  # of what is free: the KV cache is committed page by page, as it is used
 # An OpenMP thread that waits for its fellow sleeps at once: the HTTP server and the detokenizer share the cores, and a
 # fellow that has lost its core to a spinning thread comes late.
-SPINS = 0
+SPINS = 20000
 
 
 def apply(server_args: Any) -> None:
