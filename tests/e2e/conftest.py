@@ -41,6 +41,8 @@ class House:
     args: tuple[str, ...]  # as in `Engine.exact`
     env: Mapping[str, str]
     other: tuple[str, ...]  # the other way in, up to the model
+    ranks: str  # the option that asks for so many ranks
+    bind: str  # the variable that gives each rank its cores
     block: int = 32  # tokens in a KV block, as `args` say
 
     def ratio(self, blocks: int, shape: TinyLlama = TINY) -> str:
@@ -54,11 +56,15 @@ HOUSES = {
         args=ENGINES["vllm"].exact,
         env={"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"},
         other=(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"),
+        ranks="-tp",
+        bind="VLLM_CPU_OMP_THREADS_BIND",
     ),
     "sglang": House(
         args=ENGINES["sglang"].exact,
         env={"OMP_NUM_THREADS": "1", **ENGINES["sglang"].quick},
         other=(str(HOME / "bin" / "sglang"), "serve", "--model-path"),
+        ranks="--tp-size",
+        bind="SGLANG_CPU_OMP_THREADS_BIND",
     ),
 }
 

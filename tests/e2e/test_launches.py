@@ -186,16 +186,15 @@ class TestApiServers:
 
 
 @pytest.fixture(scope="class")
-def ranks(serve: Callable[..., Any], deep_model: Path) -> Iterator[Running]:
+def ranks(serve: Callable[..., Any], house: House, deep_model: Path) -> Iterator[Running]:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         pytest.skip("two ranks need two cores")
-    bind = {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[1]}"}
-    with serve("-tp", "2", "--plugin", "chunkllm", model=deep_model, env=bind) as running:
+    bind = {house.bind: f"{cores[0]}|{cores[1]}"}
+    with serve(house.ranks, "2", "--plugin", "chunkllm", model=deep_model, env=bind) as running:
         yield running
 
 
-@only_vllm
 class TestTensorParallel:
     def test_every_rank_moves_together(self, ranks, expected) -> None:
         """Two ranks, one engine: a change is in force on both or on none, and the tokens are those of one rank
