@@ -98,15 +98,17 @@ class TestCommands:
         assert (status, []) == (reply.status_code, engine.heard)
         assert reply.json()["error"]
 
-    def test_values_that_have_no_form_on_the_way(self) -> None:
-        """Told, and no error of the server's."""
+    @pytest.mark.parametrize(("value", "reason"), [(2**70, "int too big to convert"), (1, "too large")])
+    def test_values_that_have_no_form_on_the_way(self, value: int, reason: str) -> None:
+        """Told, and no error of the server's: what one engine cannot send is refused on each, and so is what the
+        line itself refuses."""
 
         def pack(command: Command) -> Reply:
             raise OverflowError("too large")
 
-        reply = server(Engine(pack)).post("/chunkllm/set", json={"set": {"a": 2**70}})
+        reply = server(Engine(pack)).post("/chunkllm/set", json={"set": {"a": value}})
 
-        assert (400, {"error": "these values cannot be sent to the engine: too large"}) == (
+        assert (400, {"error": f"these values cannot be sent to the engine: {reason}"}) == (
             reply.status_code,
             reply.json(),
         )
