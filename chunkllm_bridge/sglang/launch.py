@@ -253,6 +253,7 @@ def launch(start: Callable[[], Any], server_args: Any, passport: Passport) -> An
                 control.attach(manager, schedulers, passport)
             except BaseException:
                 watchdog.stop()  # it would take the end of a scheduler for a crash, and end us
+                control.hang_up(manager)
                 raise
         stop.pop_all()
     return result

@@ -335,7 +335,11 @@ class TestLaunch:
         schedulers = types.SimpleNamespace(scheduler_infos=infos, all_child_pids=[])
 
         with pytest.raises(IncompatibleError) as stop:
-            launch.launch(lambda: (object(), None, None, schedulers, watchdog, []), server_args, passport(server_args))
+            launch.launch(
+                lambda: (types.SimpleNamespace(), None, None, schedulers, watchdog, []),
+                server_args,
+                passport(server_args),
+            )
 
         assert [True] == stopped
         assert "scheduler 0: it runs without the bridge" in str(stop.value)
