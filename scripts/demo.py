@@ -80,22 +80,8 @@ class Stream:
         return "waiting" if time.monotonic() - self.stalled_since > 2 else "streaming"
 
 
-async def chunkllm(*words: str) -> str:
-    """Run the `chunkllm` command of this environment. Raises `ServerError` with what it said if it fails."""
-    process = await asyncio.create_subprocess_exec(
-        COMMAND,
-        *words,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    out, err = await process.communicate()
-    if process.returncode:
-        raise ServerError(f"`chunkllm {' '.join(words)}` gave {process.returncode}: {(err or out).decode().strip()}")
-    return out.decode()
-
-
 async def kv_status(server: Server) -> dict[str, Any]:
-    """What `chunkllm status` would tell, without starting a process: the streams do not wait."""
+    """What `chunkllm status` would tell. Here and below no process is started for it: the streams do not wait."""
     status = await asyncio.to_thread(Client(server.url).get, "status")
     return {**status["kv"], **status["requests"]}
 
@@ -167,7 +153,7 @@ async def squeeze(server: Server, streams: list[Stream], screen: Screen) -> dict
     ratio = before["memory_ratio_max"] * (blocks + 0.5) / before["total"]
     screen.event(f"{before['held']} of {before['total']} KV blocks are held by {before['running']} requests")
     screen.event(f"chunkllm set kv_cache.memory_ratio={ratio:.8f}   (about {blocks} blocks)")
-    await chunkllm("set", f"kv_cache.memory_ratio={ratio:.8f}", "--url", server.url)
+    await asyncio.to_thread(Client(server.url).set, {"kv_cache.memory_ratio": round(ratio, 8)})
 
     highest, told = 0, False
     while True:
