@@ -30,7 +30,11 @@ class Client:
             raise ControlError(f"--url {url!r} is no http://host:port, https://host or unix:/path/to/socket")
         found = given or os.environ.get(token.VARIABLE) or _read(self.url)
         headers = {b"Authorization": f"Bearer {found}".encode()} if found else {}
-        transport = httpx.HTTPTransport(uds=parts.path) if parts.scheme == "unix" else None
+        # a connection each time: a server hangs up on one that was idle for 5 s, and may do so while we ask again on it
+        limits = httpx.Limits(max_keepalive_connections=0)
+        transport = httpx.HTTPTransport(
+            uds=parts.path if parts.scheme == "unix" else None, limits=limits, trust_env=False
+        )
         base = "http://localhost" if parts.scheme == "unix" else self.url
         self._http = httpx.Client(base_url=base, headers=headers, timeout=timeout, transport=transport, trust_env=False)
         self._has_token = bool(found)

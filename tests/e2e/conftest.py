@@ -33,6 +33,10 @@ the other, chunks and answers came up to 3 s late on two busy cores, where the e
 PATIENCE = 240.0
 """Seconds after which something that happens beside streams is taken for one that never will."""
 
+FRESH = httpx.Limits(max_keepalive_connections=0)
+"""A connection for each request: the servers hang up on one that was idle for 5 s, and on a busy machine they take one
+for idle whose next request they have not read yet."""
+
 
 @attrs.frozen(kw_only=True)
 class House:
@@ -116,7 +120,7 @@ class Running:
 
     def __init__(self, server: Server, state: Path, key: str | None = None) -> None:
         self.server, self.state = server, state
-        self.http = httpx.Client(base_url=server.url, timeout=60, trust_env=False)
+        self.http = httpx.Client(base_url=server.url, timeout=60, trust_env=False, limits=FRESH)
         self._key = key
 
     @property
@@ -187,7 +191,9 @@ class Running:
         return asyncio.run(run())
 
     def connect(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=self.server.url, headers=self.headers, timeout=300, trust_env=False)
+        return httpx.AsyncClient(
+            base_url=self.server.url, headers=self.headers, timeout=300, trust_env=False, limits=FRESH
+        )
 
     @property
     def headers(self) -> dict[str, str]:

@@ -82,9 +82,10 @@ def expected(started) -> list[list[int]]:
         return answers(engine)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")
 def engine(started, expected) -> Iterator[Any]:
-    """One with the bridge, whose quota each test sets anew; after the stock one, whose end ends every child."""
+    """One with the bridge, whose quota each test sets anew. No other may live beside it: `Engine.shutdown` ends every
+    child of the process, and who then finds that its scheduler is gone ends the process."""
     with started(Engine, plugin="chunkllm") as engine:
         yield engine
 
