@@ -10,7 +10,7 @@ ifneq ($(filter-out $(ENGINES) both,$(ENGINE)),)
 $(error unknown ENGINE '$(ENGINE)' (known: $(ENGINES) both))
 endif
 
-.PHONY: help env model demo serve test check bench bench-overhead bench-engines lock clean-envs
+.PHONY: help env model demo serve test check bench bench-overhead bench-engines bench-medusa lock clean-envs
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -41,6 +41,7 @@ check: env ## ruff, mypy strict, import directions, the docs' examples
 	$(BIN) -m ruff check .
 	$(BIN) -m ruff format --check .
 	$(BIN) -m mypy --strict --explicit-package-bases --untyped-calls-exclude=transformers \
+		--untyped-calls-exclude=torch \
 		chunkllm_bridge scripts bench tests/support
 	$(BIN) -m pytest tests/unit/test_layers.py tests/docs
 
@@ -55,6 +56,9 @@ bench-overhead: model ## stock engine against the same with the bridge, into ben
 bench-engines: ENGINE = both
 bench-engines: model ## the two stock engines against each other, into bench/out/
 	@$(BIN) bench/engines.py
+
+bench-medusa: model ## the stock engine against Medusa heads, into bench/out/
+	@$(BIN) bench/medusa.py --engine $(ENGINE)
 
 lock: ## resolve the engine's requirements anew and write requirements/ENGINE.lock
 	$(PYTHON) -m scripts.lock $(ENGINE)

@@ -155,20 +155,28 @@ Contestants = Callable[[bool], AbstractContextManager[Sequence[Server]]]
 """Baseline and candidate, both up and warm, for as long as it lasts; told whether the baseline is to start first."""
 
 
-def compare(contestants: Contestants, names: Names, options: argparse.Namespace, console: Console) -> dict[int, Pairs]:
+def compare(
+    contestants: Contestants,
+    names: Names,
+    options: argparse.Namespace,
+    console: Console,
+    *,
+    take: Callable[..., str] = take,
+    pairs: type[Pairs] = Pairs,
+) -> dict[int, Pairs]:
     """Rounds of pairs, until every interval is narrow enough after an even number of rounds, or all are done."""
-    taken = {streams: Pairs() for streams in options.streams}
+    taken = {streams: pairs() for streams in options.streams}
     for number in range(options.rounds):
         console.print(f"round {number + 1} of at most {options.rounds}: starting two servers")
         with contestants(number % 2 == 0) as servers:
             deadline = time.monotonic() + 60 * options.minutes / options.rounds
             for turn in itertools.count():
-                for streams, pairs in taken.items():
-                    words = take(servers, names, streams, options.tokens, in_order=turn % 2 == 0, into=pairs)
+                for streams, into in taken.items():
+                    words = take(servers, names, streams, options.tokens, in_order=turn % 2 == 0, into=into)
                     console.print(f"  {words}", soft_wrap=True)
                 if time.monotonic() > deadline:
                     break
-        if number % 2 and all(pairs.narrow for pairs in taken.values()):
+        if number % 2 and all(into.narrow for into in taken.values()):
             break
     return taken
 

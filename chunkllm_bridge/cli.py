@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from chunkllm_bridge import __version__
+from chunkllm_bridge.cli_heads import heads
 from chunkllm_bridge.client import Client
 from chunkllm_bridge.common.errors import BridgeError, ConfigError, ControlError, Problem
 from chunkllm_bridge.common.profiles import this_machine
@@ -65,6 +66,9 @@ def cli() -> None:
     """Look at, change and check ChunkLLM Bridge on a running vLLM or SGLang server."""
 
 
+cli.add_command(heads)
+
+
 @cli.command()
 @to_server
 def status(url: str, token: str | None, as_json: bool) -> None:
@@ -96,12 +100,30 @@ def status(url: str, token: str | None, as_json: bool) -> None:
             ]
         ],
     )
+    if drafts := data.get("speculation"):
+        table(*speculation_table(drafts))
     table(
         "Plugins",
         ("name", "version", "priority", "generation", "state", "calls", "failures", "last failure"),
         [plugin_row(plugin) for plugin in data["plugins"]],
     )
     warn(data["warnings"])
+
+
+def speculation_table(drafts: Mapping[str, Any]) -> tuple[str, Sequence[str], Sequence[Sequence[object]]]:
+    """Title, columns and the row: what drafts now, and how its drafts fared."""
+    now = drafts["plugin"] or "none"
+    title = f"Speculation by {now}"
+    if drafts["stepped_aside"]:
+        title += f", which stepped aside: {drafts['stepped_aside']}"
+    number = drafts["drafts"]
+    shares = [f"{accepted / number:.0%}" for accepted in drafts["accepted_at"]] if number else []
+    columns = ("drafts now", "limit", "launched", "drafts", "tokens", "accepted", "at each position", "length", "ever")
+    row = (
+        *(drafts["width"], drafts["limit"], drafts["launched"], number, drafts["draft_tokens"], drafts["accepted"]),
+        *(" ".join(shares), f"{drafts['acceptance_length']:.2f}", f"{drafts['acceptance_length_total']:.2f}"),
+    )
+    return title, columns, [row]
 
 
 def plugin_row(plugin: Mapping[str, Any]) -> tuple[object, ...]:

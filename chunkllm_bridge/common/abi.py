@@ -18,7 +18,7 @@ import attrs
 if TYPE_CHECKING:
     import torch
 
-ABI: tuple[int, int] = (1, 0)
+ABI: tuple[int, int] = (1, 1)
 """(major, minor). A plugin's major must equal the host's and its minor must not be newer."""
 
 
@@ -120,6 +120,8 @@ class EngineInfo:
     rank: int = 0
     world_size: int = 1
     layout: KVLayout | None = None
+    draft_tokens: int = 0  # the most on one path that this engine was launched to verify; 0 = it does not speculate
+    draft_nodes: int = 0  # the most per request; above draft_tokens it verifies trees
 
 
 # ---- steps: what a plugin sees -------------------------------------------------------------------------------------
@@ -166,13 +168,14 @@ class AttentionStep:
 
 @attrs.frozen(kw_only=True)
 class DraftsStep:
-    """The rows of a forward pass that may be extended with draft tokens."""
+    """The requests that may be extended with draft tokens, after their newest token was sampled."""
 
     index: int
     request_ids: tuple[str, ...]
-    hidden_states: torch.Tensor  # (num_requests, hidden_size), after the final norm
+    hidden_states: torch.Tensor  # (num_requests, hidden_size), after the final norm: each gave its last token
     last_tokens: torch.Tensor  # (num_requests,) int64
-    max_tokens: int  # the most draft tokens per request
+    max_tokens: int  # the most draft tokens on one path, at least 1
+    max_nodes: int  # the most draft tokens per request; above max_tokens a tree may be drafted
 
 
 @attrs.frozen(kw_only=True)
@@ -211,10 +214,10 @@ class AttentionPlan:
 
 @attrs.frozen(kw_only=True)
 class DraftsPlan:
-    """Draft tokens per request, in the order of the step; an empty row drafts nothing."""
+    """Draft tokens per request, in the order of the step; they stay on the device."""
 
-    tokens: tuple[tuple[int, ...], ...]
-    parents: tuple[tuple[int, ...], ...] | None = None  # tree shape; None = a chain
+    tokens: torch.Tensor  # (num_requests, width) int64; a chain ends before the first negative one
+    parents: tuple[int, ...] | None = None  # a tree: each column's parent column, which stands before it; -1 = the root
 
 
 @attrs.frozen(kw_only=True)
@@ -246,7 +249,9 @@ class Outcome:
     applied: bool
     reason: str = ""
     plan: Plan | None = None
-    accepted: tuple[int, ...] = ()  # DRAFTS: accepted draft tokens per request
+    drafted: tuple[int, ...] = ()  # DRAFTS: draft tokens verified per request
+    accepted: tuple[int, ...] = ()  # DRAFTS: those of them that the model agreed with
+    seconds: float = 0.0  # DRAFTS: from one verification to the next; 0 = not known, or not comparable
     held: int = 0  # BLOCKS: blocks held after the step
     waited: float = 0.0  # BATCHING: seconds that the oldest new request has been held
 
@@ -270,6 +275,25 @@ class LeaseMemory(Protocol):
     def __call__(self, nbytes: int) -> Memory | None: ...
 
 
+class Model(Protocol):
+    """The loaded model, as far as a plugin may look into it. Tensors are copies, whole on every rank and device.
+
+    Where several ranks share a matrix, each `rows` is one exchange between them: every rank must ask for the same.
+    """
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The text model's own config (transformers), plain data."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+
+    def rows(self, name: str, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows of "embedding" or "lm_head", (len(ids) or vocab_size, hidden_size). Raises `KeyError` for others."""
+
+
 @attrs.frozen(kw_only=True)
 class Preparation:
     """What `prepare` gets: the engine's facts and the means to set resources aside."""
@@ -277,6 +301,7 @@ class Preparation:
     info: EngineInfo
     generation: int
     lease_memory: LeaseMemory
+    model: Model | None = None  # in a worker
 
 
 @attrs.frozen
@@ -318,6 +343,10 @@ class Plugin:
 
     def plan_weights(self, step: WeightsStep) -> WeightsPlan | None:
         return None
+
+    def draft_nodes(self, tokens: int) -> int:
+        """DRAFTS: draft tokens per request to make room for at launch, where the engine verifies trees."""
+        return tokens
 
     def settle(self, outcome: Outcome) -> None:
         """The only call that may change the plugin's own state."""

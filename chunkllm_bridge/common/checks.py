@@ -53,11 +53,13 @@ def parameter_of(key: str | Keys) -> Parameter | None:
     return EACH.get(dotted(keys[2:])) if keys[0] == "plugins" else PARAMETERS.get(dotted(keys))
 
 
-def active(values: Values) -> tuple[str, ...]:
-    """Plugins with a table of their own, then those that a parameter names."""
+def active(values: Values, drafter: str | None = None) -> tuple[str, ...]:
+    """Plugins with a table of their own, then those that a parameter names, then the draft source of the launch: while
+    drafting is turned off it keeps its seat."""
     tables = [key.removeprefix("plugins.") for key in values if key.startswith("plugins.") and key.count(".") == 1]
     named = (values["attention.plugin"].value, values["speculative.plugin"].value)
-    return tuple(dict.fromkeys([*tables, *(name for name in named if name not in (*OWN_ATTENTION, None))]))
+    names = [*tables, *(name for name in (*named, drafter) if name not in (*OWN_ATTENTION, None))]
+    return tuple(dict.fromkeys(names))
 
 
 def own(values: Values, name: str) -> dict[str, Value]:
@@ -201,7 +203,7 @@ def advice(profile: Profile, given: Values, catalogue: Catalogue) -> tuple[dict[
 # --- all keys together ------------------------------------------------------------------------------------------------
 
 
-def clashes(values: Values, hardware: Hardware, catalogue: Catalogue) -> Iterator[Problem]:
+def clashes(values: Values, hardware: Hardware, catalogue: Catalogue, drafter: str | None = None) -> Iterator[Problem]:
     """What is right alone and wrong together."""
     profile = choose(hardware, values["profile"].value)
     can_fp8 = hardware.has_fp8 or profile.emulates_fp8
@@ -212,7 +214,7 @@ def clashes(values: Values, hardware: Hardware, catalogue: Catalogue) -> Iterato
         if parameter and parameter.key == "plugin.fp8" and value.value and not can_fp8:
             reason = f"there is no FP8 path on this device ({hardware.name})"
             yield Problem(key=key, value=True, reason=reason, where=str(value.source))
-    used = [name for name in active(values) if not _is_off(values, name, catalogue)]
+    used = [name for name in active(values, drafter) if not _is_off(values, name, catalogue)]
     yield from _over_committed(values, used)
     for name in used:
         yield from _config_mistakes(values, name, catalogue)
@@ -257,15 +259,15 @@ def _config_mistakes(values: Values, name: str, catalogue: Catalogue) -> Iterato
         mistakes = [configs.Mistake("", str(error))]
     for mistake in mistakes:
         key = f"{table}.{mistake.field}" if mistake.field else table
-        place = values.get(key) or values.get(table) or naming[0]
+        place = values.get(key) or values.get(table) or (naming or [values["speculative.plugin"]])[0]
         value = None if mistake.unknown or mistake.field not in given else plain[mistake.field]
         nearest = f"{table}.{mistake.nearest}" if mistake.unknown and mistake.nearest else mistake.nearest
         yield Problem(key=key, value=value, reason=mistake.reason, where=str(place.source), nearest=nearest)
 
 
-def fixed(given: Values, before: Values, slots: int) -> Iterator[Problem]:
-    """What cannot change while the engine serves."""
-    present = {*active(before), *BUILT_IN, given.get("attention.plugin", before["attention.plugin"]).value}
+def fixed(given: Values, before: Values, slots: int, drafter: str | None) -> Iterator[Problem]:
+    """What cannot change while the engine serves. `slots`, `drafter`: draft tokens and draft source of the launch."""
+    present = {*active(before, drafter), *BUILT_IN, given.get("attention.plugin", before["attention.plugin"]).value}
     for key, value in given.items():
         parameter, of_plugin = parameter_of(key), key.startswith("plugins.")
         reason = None
@@ -275,5 +277,9 @@ def fixed(given: Values, before: Values, slots: int) -> Iterator[Problem]:
             reason = f"cannot change while serving (what can: {', '.join(live_keys())})"
         elif key == "speculative.tokens" and value.value > slots:
             reason = f"the engine made room for {slots} at start"
+        elif key == "speculative.plugin" and value.value not in (None, drafter):
+            reason = f"the engine was launched with {drafter}; another draft source needs a restart"
+            if drafter is None:
+                reason = "the engine was not launched to speculate; start it with this setting"
         if reason:
             yield Problem(key=key, value=value.value, reason=reason, where=str(value.source))

@@ -14,6 +14,8 @@ import attrs
 
 from chunkllm_bridge.common.abi import (
     PLAN_TYPES,
+    DraftsPlan,
+    DraftsStep,
     Memory,
     Outcome,
     Plan,
@@ -23,11 +25,22 @@ from chunkllm_bridge.common.abi import (
     Step,
 )
 from chunkllm_bridge.common.facts import read_facts
+from chunkllm_bridge.common.fake import VOCAB
+from chunkllm_bridge.common.fake_model import fake_model
 from chunkllm_bridge.common.fake_steps import ODD_STEPS
+from chunkllm_bridge.common.fitting import Misfit, fit
 from chunkllm_bridge.common.generations import VERBS
 from chunkllm_bridge.common.quota import Ledger
 from chunkllm_bridge.common.seating import config_for
-from chunkllm_bridge.common.testing import FakeBridge, FakeCatalogue, FakeEngine, attach, entry_point, spec_for
+from chunkllm_bridge.common.testing import (
+    FakeBridge,
+    FakeCatalogue,
+    FakeEngine,
+    attach,
+    entry_point,
+    launched,
+    spec_for,
+)
 
 
 class NotConforming(AssertionError):
@@ -46,7 +59,8 @@ class Subject:
     def values(self) -> dict[str, Any]:
         table = f"plugins.{self.plugin.spec.name}"
         own = {f"{table}.{key}": value for key, value in self.config.items()}
-        return {f"{table}.priority": 50, **own, **self.settings}
+        drafts = {"speculative.plugin": self.plugin.spec.name} if Seam.DRAFTS in self.plugin.spec.seams else {}
+        return {f"{table}.priority": 50, **own, **drafts, **self.settings}
 
     def attach(self, engine: FakeEngine) -> FakeBridge:
         return attach(engine, self.values, self.plugin)
@@ -61,8 +75,10 @@ class Subject:
         def lease_memory(nbytes: int) -> Memory | None:
             return ledger.lease(name, nbytes)
 
-        _expect([], [*plugin.check(engine.info)], "reasons against an engine that has everything")
-        plugin.prepare(Preparation(info=engine.info, generation=1, lease_memory=lease_memory))
+        info = launched(engine.info, spec, catalogue)
+        _expect([], [*plugin.check(info)], "reasons against an engine that has everything")
+        model = fake_model()
+        plugin.prepare(Preparation(info=info, generation=1, lease_memory=lease_memory, model=model))
         return plugin
 
 
@@ -182,6 +198,18 @@ def short_memory_is_no_failure(subject: Subject) -> None:
     plugin.close()
 
 
+def drafts_fit_their_step(subject: Subject) -> None:
+    """A row for each request, none longer and no tree larger than allowed, each node after its parent."""
+    plugin = subject.prepared()
+    for _, step in _steps(plugin):
+        plan = _plan(plugin, Seam.DRAFTS, step) if isinstance(step, DraftsStep) else None
+        if isinstance(step, DraftsStep) and isinstance(plan, DraftsPlan):
+            drafts = fit(plan, step, VOCAB)
+            _expect(
+                "", drafts.reason if isinstance(drafts, Misfit) else "", f"what is wrong with the drafts for {step}"
+            )
+
+
 # ---- in an engine --------------------------------------------------------------------------------------------------
 
 
@@ -192,6 +220,24 @@ def tokens_are_the_engine_s_own(subject: Subject) -> None:
     with subject.attach(engine) as bridge:
         _expect(expected, _serve(engine), "tokens by request")
         _expect((0, 0), (engine.pool.counts.held, bridge.quota.violations), "(blocks held at the end, violations)")
+
+
+def drafting_goes_off_and_on(subject: Subject) -> None:
+    """In the middle of a run, and with fewer tokens: every token is the engine's own, and nobody drafts while off."""
+    if Seam.DRAFTS not in subject.plugin.spec.seams:
+        return
+    stock, engine, asked = FakeEngine(), FakeEngine(), []
+    with subject.attach(engine) as bridge:
+        for each in (stock, engine):
+            for number in range(3):
+                each.add(prompt=5 + number, max_tokens=24)
+        for change in ({"tokens": 1}, {"plugin": "none"}, {"plugin": subject.plugin.spec.name}):
+            for _ in range(3):
+                engine.step()
+            _expect("", bridge.set({f"speculative.{key}": value for key, value in change.items()})["error"], "refusal")
+            asked.append(bridge.status()["speculation"]["limit"])
+        _expect([1, 0, 1], asked, "draft tokens allowed")
+        _expect(stock.run(), engine.run(), "tokens by request")
 
 
 def every_call_succeeds_and_counts(subject: Subject) -> None:
@@ -227,7 +273,9 @@ CHECKS: Sequence[Callable[[Subject], None]] = (
     state_survives_a_generation,
     closing_gives_everything_back,
     short_memory_is_no_failure,
+    drafts_fit_their_step,
     tokens_are_the_engine_s_own,
+    drafting_goes_off_and_on,
     every_call_succeeds_and_counts,
     detaching_leaves_the_engine_untouched,
 )

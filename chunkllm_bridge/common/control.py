@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import attrs
 import cattrs
 
+from chunkllm_bridge.common.drafts import Drafting, check_speculation
 from chunkllm_bridge.common.errors import BridgeError, ConfigError, ControlError
 from chunkllm_bridge.common.generations import Pending
 from chunkllm_bridge.common.host import Host
@@ -107,8 +108,8 @@ def decode(message: Mapping[str, Any]) -> Command:
 class RankDesk:
     """One worker's part: prepares and commits what the core desk decides."""
 
-    def __init__(self, host: Host) -> None:
-        self.host = host
+    def __init__(self, host: Host, drafting: Drafting | None = None) -> None:
+        self.host, self.drafting = host, drafting
         self._pending: Pending | None = None
 
     def handle(self, verb: str, wire: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -123,7 +124,8 @@ class RankDesk:
 
     def _do(self, verb: str, wire: Mapping[str, Any] | None) -> dict[str, Any]:
         if verb == "report":
-            return self.host.report()
+            drafts = {} if self.drafting is None else {"drafts": self.drafting.report()}
+            return {**self.host.report(), **drafts}
         pending, self._pending = self._pending, None
         if pending is not None and verb != "commit":
             self.host.abandon(pending)
@@ -160,6 +162,7 @@ class CoreDesk:
 
     def __init__(self, host: Host, ports: Ports, snapshots: Snapshots | None = None) -> None:
         self.host, self.ports, self.snapshots = host, ports, snapshots
+        self._workers: list[Mapping[str, Any]] = []  # the ranks' last reports
 
     def handle(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """The reply to one message, as plain data. Refusals are replies, never exceptions: the engine must live on."""
@@ -191,6 +194,8 @@ class CoreDesk:
 
     def status(self, *, workers: bool = True) -> dict[str, Any]:
         info, report = self.host.info, self.host.report()
+        if workers:
+            self._workers = list(self.ports.ranks("report"))
         status = {
             "engine": info.engine,
             "version": info.version,
@@ -201,24 +206,37 @@ class CoreDesk:
             "ranks": info.world_size,
             "kv": self.ports.pool(),
             "requests": self.ports.requests(),
-            "plugins": report["plugins"],
+            "plugins": self._seated(report),
             "alarms": {"latency_p99": self.host.spec["plugin.latency.p99"]},
             "warnings": list(self.host.spec.warnings),
         }
+        if "drafts" in (rank := self._drafting_rank()):
+            status["speculation"] = rank["drafts"]
         if workers:
-            ranks = list(self.ports.ranks("report"))
-            status["workers"] = ranks
-            status["in_step"] = all(rank.get("fingerprint") == report["fingerprint"] for rank in ranks)
+            status["workers"] = self._workers
+            status["in_step"] = all(rank.get("fingerprint") == report["fingerprint"] for rank in self._workers)
         return status
 
+    def _seated(self, report: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The plugins here, and those that have seats in the workers only, as one of them last said."""
+        here, there = list(report["plugins"]), self._drafting_rank().get("plugins", ())
+        names = {plugin["name"] for plugin in here}
+        return [*here, *(plugin for plugin in there if plugin["name"] not in names)]
+
+    def _drafting_rank(self) -> Mapping[str, Any]:
+        """The last report of the rank that asks the plugins for drafts: the first of all, or the only one that does."""
+        asked = [rank for rank in self._workers if rank.get("drafts", {}).get("drafts")]
+        return next(iter([*asked, *self._workers]), {})
+
     def plugins(self) -> list[dict[str, Any]]:
-        seated = {plugin["name"]: plugin for plugin in self.host.report()["plugins"]}
+        seated = {plugin["name"]: plugin for plugin in self._seated(self.host.report())}
         return [{**row, **seated.get(row["name"], {})} for row in self.host.registry.describe()]
 
     def set(self, values: Mapping[str, Any], *, rehearse: bool = False) -> dict[str, Any]:
         """Prepare on all ranks, then commit on all, or on none."""
         before = self.host.spec
         spec = before.evolve(values, catalogue=self.host.registry)
+        check_speculation(spec, before, self.host.info)
         self.ports.check(spec)
         changed = changes(before, spec)
         pending = self.host.prepare(spec)

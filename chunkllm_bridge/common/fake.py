@@ -14,7 +14,7 @@ from chunkllm_bridge.common.abi import EngineInfo, Seam
 from chunkllm_bridge.common.quota import Lease, Ledger, pages_for
 
 CAPABILITIES = frozenset(
-    {"kv.quota", "batch.window", "attn.switch", "spec.chain", "fp8.weights", "control", "metrics", "tp"}
+    {"kv.quota", "batch.window", "attn.switch", "spec.chain", "spec.tree", "fp8.weights", "control", "metrics", "tp"}
     | {f"seam.{seam.value}" for seam in Seam}
 )
 STRATEGIES = ("paged", "flash2")  # for attention
@@ -66,6 +66,7 @@ class Request:
     arrived: float
     tokens: list[int] = attrs.field(factory=list)
     drafts: tuple[int, ...] = ()  # to be verified in the next step
+    parents: tuple[int, ...] | None = None  # where they are a tree: each one's parent, -1 = the last token
     lease: Lease | None = None
     scheduled: bool = False  # at least once
     preemptions: int = 0
@@ -236,9 +237,8 @@ class FakeEngine:
     def forward(self, batch: Sequence[Request]) -> None:
         """Emit the drafts that the model agrees with, and one token of its own."""
         for request in batch:
-            truth = [token_at(request.id, request.length + ahead) for ahead in range(len(request.drafts) + 1)]
-            accepted = next((i for i, draft in enumerate(request.drafts) if draft != truth[i]), len(request.drafts))
-            request.tokens += truth[: min(accepted + 1, request.max_tokens - len(request.tokens))]
+            truth = [token_at(request.id, request.length + ahead) for ahead in range(agreed(request) + 1)]
+            request.tokens += truth[: request.max_tokens - len(request.tokens)]
             request.drafts = ()
 
     def roll_back(self, batch: Sequence[Request]) -> None:
@@ -259,3 +259,15 @@ class FakeEngine:
         if request.lease is not None:
             request.lease.close(cache=cache)
             request.lease = None
+
+
+def agreed(request: Request) -> int:
+    """The drafts on the longest path on which the model agrees with each."""
+    nodes = list(zip(request.parents or range(-1, len(request.drafts) - 1), request.drafts, strict=False))
+    node, depth = -1, 0
+    while True:
+        right = token_at(request.id, request.length + depth)
+        found = [at for at, (parent, draft) in enumerate(nodes) if parent == node and draft == right]
+        if not found:
+            return depth
+        node, depth = found[0], depth + 1

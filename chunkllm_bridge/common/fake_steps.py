@@ -57,8 +57,9 @@ def _drafts() -> list[Step]:
             hidden_states=tensor([[0.5] * HIDDEN] * requests, "float32"),
             last_tokens=tensor([1] * requests, "int64"),
             max_tokens=most,
+            max_nodes=nodes,
         )
-        for requests, most in ((2, 4), (0, 4), (1, 1))
+        for requests, most, nodes in ((2, 4, 4), (0, 4, 4), (1, 1, 1), (3, 4, 16), (2, 2, 64))
     ]
 
 

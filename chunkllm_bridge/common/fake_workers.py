@@ -11,8 +11,6 @@ import attrs
 from chunkllm_bridge.common.abi import (
     AttentionPlan,
     AttentionStep,
-    DraftsPlan,
-    DraftsStep,
     Outcome,
     Seam,
     Step,
@@ -20,7 +18,19 @@ from chunkllm_bridge.common.abi import (
     WeightsStep,
 )
 from chunkllm_bridge.common.control import RankDesk
-from chunkllm_bridge.common.fake import FORMATS, HIDDEN, LAYERS, STRATEGIES, VOCAB, FakeEngine, Request, token_at
+from chunkllm_bridge.common.drafts import Drafting
+from chunkllm_bridge.common.fake import (
+    FORMATS,
+    HIDDEN,
+    LAYERS,
+    STEP_SECONDS,
+    STRATEGIES,
+    VOCAB,
+    FakeEngine,
+    Request,
+    token_at,
+)
+from chunkllm_bridge.common.fake_model import fake_model
 from chunkllm_bridge.common.host import Host
 from chunkllm_bridge.common.quota import pages_for
 from chunkllm_bridge.common.registry import Registry
@@ -31,7 +41,7 @@ if TYPE_CHECKING:
 
 WORKER_SEAMS = frozenset({Seam.ATTENTION, Seam.DRAFTS, Seam.WEIGHTS})
 
-P = TypeVar("P", AttentionPlan, DraftsPlan, WeightsPlan)
+P = TypeVar("P", AttentionPlan, WeightsPlan)
 
 
 class FakeWorkers:
@@ -40,12 +50,17 @@ class FakeWorkers:
     def __init__(self, engine: FakeEngine, spec: Spec, catalogue: Registry) -> None:
         self.engine = engine
         self.desks: list[RankDesk] = []
+        self.drafting: list[Drafting] = []
+        model = fake_model()
         with contextlib.ExitStack() as undo:
             for rank in range(engine.info.world_size):
                 info = attrs.evolve(engine.info, role="worker", rank=rank)
-                self.desks.append(RankDesk(Host(spec, catalogue, info, WORKER_SEAMS, clock=engine.clock)))
-                undo.callback(self.desks[-1].host.close)
+                host = Host(spec, catalogue, info, WORKER_SEAMS, model=model, clock=engine.clock)
+                undo.callback(host.close)
+                self.drafting.append(Drafting(host, clock=engine.clock))
+                self.desks.append(RankDesk(host, self.drafting[-1]))
             undo.callback(setattr, engine, "lookahead", engine.lookahead)
+            engine.lookahead = engine.info.draft_nodes
             undo.callback(engine.formats.clear)
             self._load_weights()
             self._undo = undo.pop_all()
@@ -68,14 +83,20 @@ class FakeWorkers:
         accepted = tuple(request.length - length - 1 for request, _, length in before)
         if batch:
             self._settle(Seam.ATTENTION, applied=chosen is not None, plan=chosen)
-        if any(drafted for _, drafted, _ in before):
-            self._settle(Seam.DRAFTS, applied=True, accepted=accepted)
+        for drafting in self.drafting if self.engine.info.draft_tokens and batch else ():
+            ids, drafted = [request.id for request in batch], [number for _, number, _ in before]
+            decodes = all(length > request.prompt for request, _, length in before)
+            drafting.verified(ids, drafted, accepted, STEP_SECONDS if decodes else 0.0)
+            for request in batch:
+                if request.finished:
+                    drafting.finished(request.id)
         self._draft([request for request in batch if not request.finished])
 
     def roll_back(self, original: Callable[[Sequence[Request]], None], batch: Sequence[Request]) -> None:
         original(batch)
-        for seam in (Seam.ATTENTION, Seam.DRAFTS):
-            self._settle(seam, applied=False, reason="the step was rolled back")
+        self._settle(Seam.ATTENTION, applied=False, reason="the step was rolled back")
+        for drafting in self.drafting if self.engine.info.draft_tokens else ():
+            drafting.dropped("the step was rolled back")
 
     def _load_weights(self) -> None:
         for layer in LAYERS if self._seated(Seam.WEIGHTS) else ():
@@ -105,20 +126,20 @@ class FakeWorkers:
         return plan
 
     def _draft(self, batch: Sequence[Request]) -> None:
-        engine, spec = self.engine, self.desks[0].host.spec
-        engine.lookahead = spec.slots if self._seated(Seam.DRAFTS) else 0
-        if not (engine.lookahead and batch):
+        """What the first rank proposes is verified; the others are asked too, as ranks are."""
+        limit = self.drafting[0].limit
+        if not (limit and batch):
             return
-        step = DraftsStep(
-            index=engine.index,
-            request_ids=tuple(request.id for request in batch),
-            hidden_states=tensor([hidden(request) for request in batch], "float32"),
-            last_tokens=tensor([request.tokens[-1] for request in batch], "int64"),
-            max_tokens=spec["speculative.tokens"],
-        )
-        answers = self._answers(Seam.DRAFTS, step, DraftsPlan, lambda plan: drafts_fit(plan, step))
-        for row, request in enumerate(batch):
-            request.drafts = next((plan.tokens[row] for plan in answers if plan.tokens[row]), ())
+        ids = [request.id for request in batch]
+        states = tensor([hidden(request) for request in batch], "float32")
+        last = tensor([request.tokens[-1] for request in batch], "int64")
+        drafts, *_ = [drafting.propose(ids, states, last) for drafting in self.drafting]
+        if drafts is None:
+            return
+        for request, row in zip(batch, drafts.tokens.tolist(), strict=True):
+            request.parents = drafts.parents
+            end = next((at for at, token in enumerate(row) if token < 0), len(row))
+            request.drafts = tuple(row if drafts.parents else row[:end])
 
     def _first(self, seam: Seam, step: Step, kind: type[P], usable: Callable[[P], bool]) -> P | None:
         return next(iter(self._answers(seam, step, kind, usable)), None)
@@ -140,12 +161,6 @@ class FakeWorkers:
     def _settle(self, seam: Seam, **outcome: Any) -> None:
         for desk in self.desks:
             desk.host.settle(seam, Outcome(seam=seam, step=self.engine.index, **outcome))
-
-
-def drafts_fit(plan: DraftsPlan, step: DraftsStep) -> bool:
-    """Whether it has a row for each request, none too long, and is a chain."""
-    rows = plan.tokens
-    return plan.parents is None and len(rows) == len(step.request_ids) and all(len(r) <= step.max_tokens for r in rows)
 
 
 def hidden(request: Request) -> list[float]:

@@ -41,7 +41,7 @@ class Generation:
     def state(self) -> str:
         """ "active" only once it was called on the step path: loaded is not active."""
         if self.guard.tripped:
-            return "tripped"
+            return "stepped aside" if self.guard.aside else "tripped"
         return "active" if self.steps else "seated"
 
     def lease(self, ledger: Ledger, units: int) -> Lease | None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from chunkllm_bridge.common.abi import Plan
+from chunkllm_bridge.common.abi import Plan, Seam
 from chunkllm_bridge.common.log import get_logger
 
 log = get_logger("guard")
@@ -52,7 +52,12 @@ class Limits:
 
     deadline: float = 0.005  # one call
     budget: float = 0.010  # all plugins of one step; what is left unasked is counted as skipped
+    drafts: float = 0.250  # both of them at DRAFTS: drafting is real work on the model's device, not a look at numbers
     error_rate: float = 0.05
+
+    def of(self, seam: Seam) -> tuple[float, float]:
+        """(deadline, budget) at a seam."""
+        return (self.drafts, self.drafts) if seam is Seam.DRAFTS else (self.deadline, self.budget)
 
 
 @attrs.define(kw_only=True)
@@ -86,11 +91,17 @@ class Guard:
         self.limits = limits
         self.tally = Tally()
         self.tripped = False
+        self.aside = ""  # why the plugin stepped aside, though its calls succeed
         self._clock = clock
         self._on_trip = on_trip
 
     def plan(
-        self, verb: str, method: Callable[[Any], Plan | None], step: object, kind: type[Plan | None]
+        self,
+        verb: str,
+        method: Callable[[Any], Plan | None],
+        step: object,
+        kind: type[Plan | None],
+        deadline: float | None = None,  # seconds; None: that of the limits
     ) -> Plan | None:
         """Ask for a plan on the step path. None where the plugin has none, fails, is late, or answers nonsense.
 
@@ -98,7 +109,7 @@ class Guard:
         """
         if self.tripped:
             return None
-        tally = self.tally
+        tally, deadline = self.tally, self.limits.deadline if deadline is None else deadline
         tally.calls[verb] += 1
         started = self._clock()
         try:
@@ -111,8 +122,8 @@ class Guard:
             return None
         elapsed = self._clock() - started
         tally.seconds += elapsed
-        if elapsed > self.limits.deadline:
-            self.fail("deadline", f"{verb}: took {elapsed * 1e3:.1f} ms of {self.limits.deadline * 1e3:.1f} ms")
+        if elapsed > deadline:
+            self.fail("deadline", f"{verb}: took {elapsed * 1e3:.1f} ms of {deadline * 1e3:.1f} ms")
             return None
         if answer is not None and type(answer) is not kind:  # no subclass: its fields would be plugin code
             self.fail("malformed", f"{verb}: answered {type(answer).__name__}, not {kind.__name__} or None")
@@ -147,3 +158,13 @@ class Guard:
             why = f"error rate {tally.error_rate:.0%} over the last {len(tally.recent)} calls; last: {reason}"
             log.error("plugin.tripped", plugin=self.name, reason=why)
             self._on_trip(why)
+
+    def step_aside(self, reason: str) -> None:
+        """Ask it no more: what it answers is well made and of no use. The caller tells the operator."""
+        self.tripped, self.aside, self.tally.last_failure = True, reason, reason
+        self._on_trip(reason)
+
+    def renew(self) -> None:
+        """Another chance; what was counted stays."""
+        self.tripped, self.aside = False, ""
+        self.tally.recent.clear()

@@ -19,6 +19,7 @@ from chunkllm_bridge.common.abi import (
     BlocksStep,
     EngineInfo,
     Memory,
+    Model,
     Outcome,
     Plan,
     Plugin,
@@ -48,9 +49,13 @@ class Host:
         info: EngineInfo,
         seams: frozenset[Seam],
         *,
+        model: Model | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Attach everything or nothing: raises `IncompatibleError` with every reason, and leaves no trace."""
+        """Attach everything or nothing: raises `IncompatibleError` with every reason, and leaves no trace.
+
+        `model`: what plugins may look into, in a worker.
+        """
         if reasons := check(spec, registry, info):
             raise IncompatibleError("the plugin spec", reasons)
         self.spec, self.registry, self.info = spec, registry, info
@@ -58,7 +63,7 @@ class Host:
         self.off = disabled(spec, registry, info)
         self.generation = 1
         self.memory = Ledger(info.device_memory or 1, name="plugin memory")
-        self._clock = clock
+        self._clock, self._model = clock, model
         self._here = seams
         self._limits: dict[str, int] = {}  # BLOCKS: the limit of each plugin that set one
         self._seated: dict[str, Generation] = {}
@@ -139,7 +144,9 @@ class Host:
         def lease_memory(nbytes: int) -> Memory | None:
             return generation.lease(self.memory, nbytes)
 
-        preparation = Preparation(info=self.info, generation=generation.number, lease_memory=lease_memory)
+        preparation = Preparation(
+            info=self.info, generation=generation.number, lease_memory=lease_memory, model=self._model
+        )
         _, error = guard.call("prepare", lambda: plugin.prepare(preparation), None)
         if error is None and before is not None:
             nothing: Mapping[str, Any] = {}
@@ -147,7 +154,8 @@ class Host:
             if error is None:
                 _, error = guard.call("migrate", lambda: plugin.migrate(state), None)
         if error is not None:
-            raise IncompatibleError(name, [f"preparing it raised {told(error)}"]) from error
+            reasons = reasons_of(error) or [f"preparing it raised {told(error)}"]
+            raise IncompatibleError(name, reasons) from error
 
     def prepare(self, spec: Spec) -> Pending:
         """Build what a changed spec asks for, beside what is seated. Heavy work; the seats do not change."""
@@ -159,6 +167,9 @@ class Host:
         """Swap at a step boundary: pointers only. The generations that leave are closed."""
         leaving = [self._seated[name] for name in pending.fresh]
         self._seated.update(pending.fresh)
+        if self.spec["speculative.plugin"] is None and pending.spec["speculative.plugin"] is not None:
+            for generation in self._seats[Seam.DRAFTS]:
+                generation.guard.renew()
         self.spec = pending.spec
         self.generation += 1
         for name, generation in self._seated.items():
@@ -189,16 +200,17 @@ class Host:
     def ask(self, seam: Seam, step: Step, *, in_step: bool = True) -> Iterator[tuple[Generation, Plan | None, bool]]:
         """Each seated plugin's (generation, plan, failed), highest priority first, within the step's budget."""
         verb, kind = VERBS[seam], PLAN_TYPES[seam]
+        deadline, budget = self.limits.of(seam)
         started = self._clock()
         for generation in self._seats[seam]:
             guard = generation.guard
-            if self._clock() - started > self.limits.budget:
+            if self._clock() - started > budget:
                 guard.tally.skipped += 1
                 yield generation, None, True
                 continue
             generation.steps += in_step
             before = guard.tally.failures.total()
-            plan = guard.plan(verb, generation.verbs[seam], step, kind)
+            plan = guard.plan(verb, generation.verbs[seam], step, kind, deadline)
             yield generation, plan, guard.tally.failures.total() != before
 
     def block_limit(self, step: BlocksStep, *, in_step: bool = True) -> int | None:
@@ -244,10 +256,20 @@ class Host:
         """Whether any plugin has a seat there: an adapter builds no step for nobody."""
         return bool(self._seats[seam])
 
-    def settle(self, seam: Seam, outcome: Outcome) -> None:
-        """Tell the seam's plugins how the step went."""
+    def answering(self, seam: Seam) -> bool:
+        """Whether any plugin there may still answer: one that tripped or stepped aside does not."""
+        return any(not generation.guard.tripped for generation in self._seats[seam])
+
+    def aside(self, seam: Seam) -> str:
+        """Why a plugin of the seam stepped aside; "" while none did."""
+        return next((gen.guard.aside for gen in self._seats[seam] if gen.guard.aside), "")
+
+    def settle(self, seam: Seam, outcome: Outcome | Callable[[str], Outcome]) -> None:
+        """Tell the seam's plugins how the step went: all the same, or each (by its name) what became of its own."""
+        deadline, _ = self.limits.of(seam)
         for guard, settle in self._settlers[seam]:
-            guard.plan("settle", settle, outcome, NoneType)
+            own = outcome if isinstance(outcome, Outcome) else outcome(guard.name)
+            guard.plan("settle", settle, own, NoneType, deadline)
 
     def settle_limit(self, index: int, held: int) -> None:
         """Tell each BLOCKS plugin whether its limit was the one in force in a step, and whether it was kept."""
@@ -292,6 +314,14 @@ class Host:
         self._seated.clear()
         self._limits.clear()
         self._order()
+
+
+def reasons_of(error: BaseException) -> list[str]:
+    """What an exception lists as `reasons`; empty where it has none, or none that can be read."""
+    try:
+        return [str(reason) for reason in getattr(error, "reasons", ())]
+    except Exception:  # a plugin's own exception is plugin code
+        return []
 
 
 def differ(new: object, old: object) -> bool:

@@ -14,11 +14,12 @@ import attrs
 
 from chunkllm_bridge.common.abi import EngineInfo
 from chunkllm_bridge.common.errors import BridgeError, ConfigError, IncompatibleError, Problem
+from chunkllm_bridge.common.guard import told
 from chunkllm_bridge.common.log import get_logger
 from chunkllm_bridge.common.passport import Passport
 from chunkllm_bridge.common.profiles import this_machine
 from chunkllm_bridge.common.registry import Registry
-from chunkllm_bridge.common.seating import check
+from chunkllm_bridge.common.seating import check, config_for, is_off
 from chunkllm_bridge.common.snapshots import Snapshots
 from chunkllm_bridge.common.spec import Spec
 from chunkllm_bridge.common.values import to_text
@@ -173,6 +174,20 @@ def resolve(wish: Wish, probes: Sequence[Probe], launch_info: EngineInfo) -> Pas
     for warning in spec.warnings:
         log.warning("spec.risk", warning=warning)
     return Passport.issue(spec, registry, strict=wish.strict)
+
+
+def draft_slots(spec: Spec, registry: Registry) -> tuple[int, int] | None:
+    """(draft tokens on one path, draft tokens per request) for which the engine is to make room; None: it does not
+    speculate. Raises `IncompatibleError` where the plugin cannot say how many it needs."""
+    name, tokens = spec["speculative.plugin"], int(spec["speculative.tokens"])
+    if name is None or is_off(spec, registry, name):
+        return None
+    cls, config = registry.load(name), config_for(spec, registry, name)
+    try:
+        nodes = int(cls(config).draft_nodes(tokens))
+    except Exception as error:  # plugin code
+        raise IncompatibleError(name, [f"asking for its draft nodes raised {told(error)}"]) from error
+    return tokens, max(tokens, nodes)
 
 
 def seam_reasons(probes: Sequence[Probe], *, strict: bool) -> list[str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+
+from chunkllm_bridge.common.acceptance import BOUNDS
 
 PREFIX = "chunkllm_"
 
@@ -43,13 +45,31 @@ FAMILIES = (
     Family("plugin_skipped", "counter", ("plugin",), "Steps in which the plugin was not asked: budget spent."),
     Family("plugin_seconds", "counter", ("plugin",), "Time spent in plugin code, in seconds."),
     Family("plugin_memory_bytes", "gauge", ("plugin",), "Device memory that the plugin leases."),
+    Family("spec_drafts", "counter", (), "Drafts verified: one per request and step that had draft tokens."),
+    Family("spec_draft_tokens", "counter", (), "Draft tokens verified."),
+    Family("spec_accepted_tokens", "counter", (), "Draft tokens that the model agreed with."),
+    Family("spec_accepted_at", "counter", ("position",), "Drafts right up to this position, counted from 1."),
+    Family("spec_acceptance_length", "gauge", (), "Tokens per step with drafts, its own included, over a minute."),
+    Family("spec_limit", "gauge", (), "Draft tokens on one path that may be verified now; 0: speculation is off."),
+    Family("spec_width", "gauge", (), "Draft tokens per request in the last step that could have had drafts."),
+    Family("spec_stepped_aside", "gauge", (), "1 while the draft source stepped aside: its drafts were of no use."),
     Family("itl_p99_seconds", "gauge", (), "p99 of inter-token latency over the last minute."),
     Family("itl_alarm", "gauge", (), "1 while that p99 is above plugin.latency.p99."),
     Family("itl_alarms", "counter", (), "Times that the alarm rose."),
 )
 
+REQUEST_LENGTH = "spec_request_acceptance_length"
 ITL = "inter_token_latency_seconds"
 ITL_BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.12, 0.15, 0.2, 0.3, 0.5, 1, 2, 5)
+
+SPEC_SERIES = (
+    ("spec_drafts", "drafts"),
+    ("spec_draft_tokens", "draft_tokens"),
+    ("spec_accepted_tokens", "accepted"),
+    ("spec_acceptance_length", "acceptance_length"),
+    ("spec_limit", "limit"),
+    ("spec_width", "width"),
+)
 
 Sample = tuple[str, dict[str, str], float]
 
@@ -76,6 +96,13 @@ def samples(status: Mapping[str, Any]) -> Iterator[Sample]:
     for plugin in status["plugins"]:
         if plugin["state"] != "disabled":
             yield from _plugin_samples(plugin)
+    if "speculation" in status:
+        drafts = status["speculation"]
+        for name, key in SPEC_SERIES:
+            yield name, {}, drafts[key]
+        yield "spec_stepped_aside", {}, bool(drafts["stepped_aside"])
+        for position, number in enumerate(drafts["accepted_at"], 1):
+            yield "spec_accepted_at", {"position": str(position)}, number
 
 
 def _plugin_samples(plugin: Mapping[str, Any]) -> Iterator[Sample]:
@@ -103,6 +130,7 @@ class Exporter:
         self._counters: dict[str, Counter] = {}
         self._seen: dict[tuple[str, ...], float] = {}
         self._last: dict[str, set[tuple[str, ...]]] = {}
+        self._lengths_seen: dict[str, list[Sequence[float]]] = {}  # by engine
         for family in FAMILIES:
             names = ["engine", *family.labels]
             if family.kind == "gauge":
@@ -115,6 +143,13 @@ class Exporter:
                 )
             else:
                 self._counters[family.name] = Counter(PREFIX + family.name, family.text, names, registry=registry)
+        self._lengths = Histogram(
+            PREFIX + REQUEST_LENGTH,
+            "Acceptance length of each request that ended.",
+            ["engine"],
+            registry=registry,
+            buckets=BOUNDS,
+        )
         self._itl = Histogram(
             PREFIX + ITL, "Time between two tokens of a request.", ["engine"], registry=registry, buckets=ITL_BUCKETS
         )
@@ -153,6 +188,19 @@ class Exporter:
 
     def _forget(self, engine: str, plugin: str) -> None:
         self._seen = {key: value for key, value in self._seen.items() if key[1:3] != (engine, plugin)}
+
+    def publish_lengths(self, buckets: Sequence[Sequence[float]], engine: str) -> None:
+        """Add the requests that ended since the last call; `buckets`: how many ever, and the sum of their lengths."""
+        before = self._lengths_seen.get(engine) or [(0, 0.0)] * len(buckets)
+        if any(now[0] < old[0] for now, old in zip(buckets, before, strict=True)):
+            before = [(0, 0.0)] * len(buckets)  # an engine that started anew
+        self._lengths_seen[engine] = [tuple(bucket) for bucket in buckets]
+        histogram = self._lengths.labels(engine)
+        for index, ((count, total), (old_count, old_total)) in enumerate(zip(buckets, before, strict=True)):
+            fresh = int(count - old_count)
+            for _ in range(fresh):
+                mean = (total - old_total) / fresh
+                histogram.observe(min(mean, BOUNDS[index]) if index < len(BOUNDS) else mean)
 
     def observe_itl(self, seconds: list[float], engine: str) -> None:
         histogram = self._itl.labels(engine)

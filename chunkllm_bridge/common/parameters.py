@@ -54,6 +54,12 @@ class Parameter:
         return f"{key} = {self.shows(value)} is above the advised {self.shows(self.advised)}: {self.risk}"
 
 
+def draft_tokens(value: object) -> int:
+    if value == 0 and type(value) is int:
+        raise Wrong("must be a whole number from 1 up; speculative.plugin = none turns drafting off", "1")
+    return int(values.whole(1)(value))
+
+
 _TABLE = (
     Parameter(key="attention.plugin", default="auto", reads=values.name, seam="attention", live=True),
     Parameter(key="kv_cache.strategy", default="paged", reads=values.one_of("paged")),
@@ -89,11 +95,12 @@ _TABLE = (
         reads=values.name_or_none,
         shows=values.show_or_none,
         seam="drafts",
+        live=True,
     ),
     Parameter(
         key="speculative.tokens",
         default=4,
-        reads=values.whole(1),
+        reads=draft_tokens,
         live=True,
         advised=6,
         risk="acceptance falls by 12 % and more",

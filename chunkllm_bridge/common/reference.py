@@ -99,6 +99,53 @@ def verify_chain(
     return [*draft_tokens, _draw(target[-1], chances[-1][1])]
 
 
+def verify_tree(
+    draft_tokens: Sequence[int],  # a token per node
+    parents: Sequence[int],  # each node's parent, which stands before it; -1 = the root
+    target_logits: Tensor,  # (nodes + 1, vocab): row 0 is the target's opinion at the root, row i + 1 after node i
+    *,
+    temperature: float,
+    generator: torch.Generator | None = None,
+    uniforms: Tensor | None = None,  # (nodes + 1, 2) in [0, 1): row i to accept node i, and to draw after node i - 1
+) -> tuple[list[int], list[int]]:
+    """What a step that verifies a tree emits, and the accepted nodes: a path from the root, and one token after it.
+
+    The drafts were certain. At temperature 0 the path on which the target would have picked each token too. Above it
+    siblings are tried one after the other, each against what the ones before left of the target (SpecInfer, arXiv
+    2305.09781): the tokens are distributed as if the target had drawn them one by one. For a tree that is a chain it is
+    `verify_chain`, with the same uniforms.
+    """
+    path: list[int] = []
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        children.setdefault(parent, []).append(node)
+    if uniforms is None:
+        uniforms = torch.rand(len(target_logits), 2, generator=generator)
+    chances: list[list[float]] = uniforms.tolist()
+    at = -1
+    while True:
+        logits = target_logits[at + 1].float()
+        if temperature == 0:
+            token = int(logits.argmax())
+            taken = next((node for node in children.get(at, ()) if draft_tokens[node] == token), None)
+        else:
+            left = (logits / temperature).softmax(dim=-1)
+            taken = None
+            for node in children.get(at, ()):
+                share = left[draft_tokens[node]] / left.sum()
+                if chances[node][0] < share:
+                    taken = node
+                    break
+                rest = left.index_fill(0, torch.tensor(draft_tokens[node], device=left.device), 0.0)
+                if rest.any():  # else target and draft differ by rounding only
+                    left = rest
+            token = 0 if taken is not None else _draw(left, chances[at + 1][1])
+        if taken is None:
+            return [*(draft_tokens[node] for node in path), token], path
+        path.append(taken)
+        at = taken
+
+
 def fp8_round(x: Tensor, *, axis: int) -> tuple[Tensor, Tensor]:
     """Quantise with one scale per index of `axis`, the channel axis: the largest value of a channel becomes 448.
 

@@ -19,6 +19,9 @@ INTERVAL = 1.0
 RANKS_EVERY = 10
 """Readings of which one asks the workers too: they answer between two forward passes, so not each time."""
 
+RANKS_EVERY_DRAFTING = 2
+"""The same while they draft: how the drafts fare is counted there."""
+
 
 class Reporter:
     """Publishes from `start` on. A failure here costs a reading, never a request."""
@@ -30,6 +33,7 @@ class Reporter:
         self._itl = LatencySketch()
         self._alarm = Alarm(spec["plugin.latency.p99"])
         self._readings = 0
+        self._ranks_every = RANKS_EVERY if spec["speculative.plugin"] is None else RANKS_EVERY_DRAFTING
         self._task: asyncio.Task[None] | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -49,13 +53,16 @@ class Reporter:
             await asyncio.sleep(INTERVAL)
 
     async def _report(self) -> None:
-        reply = await self._line.send(Status(workers=self._first and self._readings % RANKS_EVERY == 0))
+        reply = await self._line.send(Status(workers=self._first and self._readings % self._ranks_every == 0))
         self._readings += 1
         self._alarm.level = reply.data["alarms"]["latency_p99"]  # can be set while serving
         self._exporter.publish(self._latency_samples(), "0")
         if self._first:
             for index, status in enumerate(reply.data.get("engines", [reply.data])):
                 self._exporter.publish(samples(status), str(index))
+                if speculation := status.get("speculation"):
+                    self._exporter.publish_lengths(speculation["finished"], str(index))
+                    self._ranks_every = RANKS_EVERY_DRAFTING if speculation["limit"] else RANKS_EVERY
 
     def _latency_samples(self) -> list[Sample]:
         p99, number = self._itl.quantile(0.99)

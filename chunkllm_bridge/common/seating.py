@@ -35,6 +35,12 @@ def disabled(spec: Spec, registry: Registry, info: EngineInfo) -> dict[str, str]
     return reasons
 
 
+def is_off(spec: Spec, registry: Registry, name: str) -> bool:
+    """Whether the operator switched this plugin off."""
+    off = spec["plugin.disable"]
+    return bool(off == "everything" or (registry.needs_accelerator(name) if off == "all" else name in off))
+
+
 def wanted(spec: Spec) -> Sequence[str]:
     return [*BUILT_IN, *(name for name in spec.active if name not in BUILT_IN)]
 

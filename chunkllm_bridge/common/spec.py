@@ -21,7 +21,7 @@ from chunkllm_bridge.common.written import Source, read_file, read_mapping, read
 
 __all__ = ["Catalogue", "Source", "Spec", "Value", "live_keys"]
 
-SCHEMA = 1  # of the wire format
+SCHEMA = 2  # of the wire format
 MOST_CHANGES = 100  # keys of one change while serving
 
 
@@ -36,6 +36,7 @@ class Spec:
     hardware: Hardware
     origin: Path | None
     slots: int  # draft tokens that the engine makes room for at start; `speculative.tokens` stays within
+    drafter: str | None  # the draft source at start; `speculative.plugin` is this one, or none while it is turned off
     degraded: tuple[str, ...]  # what the profile asks for and this installation lacks
     values: Values = attrs.field(converter=_frozen, hash=False)
 
@@ -65,6 +66,7 @@ class Spec:
             hardware=hardware,
             origin=file and file.absolute(),
             slots=values["speculative.tokens"].value,
+            drafter=values["speculative.plugin"].value,
             degraded=tuple(degraded),
             values=values,
         )
@@ -79,8 +81,8 @@ class Spec:
             raise ConfigError([Problem(key=f"{len(written)} keys", value=None, reason=reason, where=str(live))])
         given = checks.read(written, catalogue, problems, self.values)
         values = {**self.values, **given}
-        problems += checks.fixed(given, self.values, self.slots)
-        problems += checks.clashes(values, self.hardware, catalogue)
+        problems += checks.fixed(given, self.values, self.slots, self.drafter)
+        problems += checks.clashes(values, self.hardware, catalogue, self.drafter)
         if problems:
             raise ConfigError(problems)
         return attrs.evolve(self, values=values)
@@ -107,7 +109,7 @@ class Spec:
     @property
     def active(self) -> tuple[str, ...]:
         """The plugins that the spec asks for, before `plugin.disable`; the built-in ones only where it names them."""
-        return checks.active(self.values)
+        return checks.active(self.values, self.drafter)
 
     @property
     def profile(self) -> str:
@@ -147,6 +149,7 @@ class Spec:
             "hardware": {**attrs.asdict(self.hardware), "compute_capability": thaw(self.hardware.compute_capability)},
             "origin": self.origin and str(self.origin),
             "slots": self.slots,
+            "drafter": self.drafter,
             "degraded": list(self.degraded),
             "values": {key: [thaw(v.value), v.source.kind, v.source.detail] for key, v in self.values.items()},
         }
@@ -162,6 +165,7 @@ class Spec:
             hardware=Hardware(**hardware),
             origin=data["origin"] and Path(data["origin"]),
             slots=data["slots"],
+            drafter=data["drafter"],
             degraded=tuple(data["degraded"]),
             values={key: Value(_restored(key, v), Source(*source)) for key, (v, *source) in data["values"].items()},
         )

@@ -14,11 +14,12 @@ from typing import Any, Self
 
 import attrs
 
-from chunkllm_bridge.common.abi import BatchingStep, BlocksStep, Plugin, Seam
+from chunkllm_bridge.common.abi import BatchingStep, BlocksStep, EngineInfo, Plugin, Seam
 from chunkllm_bridge.common.control import CoreDesk, Ports
 from chunkllm_bridge.common.fake import CAPABILITIES, Clock, FakeEngine, Faults, Request, token_at
 from chunkllm_bridge.common.fake_workers import FakeWorkers
 from chunkllm_bridge.common.host import Host
+from chunkllm_bridge.common.launching import draft_slots
 from chunkllm_bridge.common.profiles import Hardware
 from chunkllm_bridge.common.quota import PoolQuota
 from chunkllm_bridge.common.registry import BUILT_IN, GROUP, Registry
@@ -76,6 +77,13 @@ def spec_for(engine: FakeEngine, settings: Settings, catalogue: Registry) -> Spe
     return Spec.resolve(file=None, text=text, sets=sets, hardware=hardware, catalogue=catalogue)
 
 
+def launched(info: EngineInfo, spec: Spec, catalogue: Registry) -> EngineInfo:
+    """The engine's facts once it was launched with this spec: it may have made room for drafts."""
+    tokens, nodes = draft_slots(spec, catalogue) or (0, 0)
+    verifies_trees = "spec.tree" in info.capabilities
+    return attrs.evolve(info, draft_tokens=tokens, draft_nodes=nodes if verifies_trees else tokens)
+
+
 def attach(
     engine: FakeEngine, settings: Settings, *plugins: type[Plugin], snapshots: Snapshots | None = None
 ) -> FakeBridge:
@@ -103,6 +111,8 @@ class FakeBridge:
         self.holds = 0  # steps in which new prefills were held
         self._hiding = False
         with contextlib.ExitStack() as undo:
+            undo.callback(setattr, engine, "info", engine.info)
+            engine.info = launched(engine.info, spec, catalogue)
             self.host = Host(spec, catalogue, engine.info, CORE_SEAMS, clock=engine.clock)
             undo.callback(self.host.close)
             self.workers = FakeWorkers(engine, spec, catalogue)

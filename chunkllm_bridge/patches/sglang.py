@@ -211,4 +211,83 @@ SCHEDULER = (
     *(POLL_ABORTS, CREATE_PREFILL_BUDGET, CHECK_DECODE_CAPACITY, RETRACTION, RETRACTION_ORDER),
 )
 
-PATCHES = (*LAUNCHER, *SCHEDULER)
+# ---- speculation, in a scheduler process ---------------------------------------------------------------------------
+
+ROW_WIDTH = Patch(
+    target="sglang.srt.mem_cache.kv_cache_configurator:get_req_to_token_extra_context_len",
+    parameters=(),
+    fingerprints=("c824be5d6bec",),
+    capability="spec.chain",
+    why="a request's row is too short for the slots that two steps reserve at the end of its context",
+    remove_when="rows are as long as what the allocator reserves, at every page size",
+)
+REGISTER_ALGORITHM = Patch(
+    target="sglang.srt.speculative.spec_registry:register_algorithm",
+    parameters=("name", "supports_overlap", "spec_class"),
+    fingerprints=("646c2da77bf3",),
+    capability="spec.chain",
+    wraps=False,
+    why="registers our algorithm, with the methods that its own class for such algorithms lacks",
+    remove_when="registered algorithms have all methods that the scheduler calls",
+)
+FORWARD_GENERATION = Patch(
+    target="sglang.srt.managers.tp_worker:TpModelWorker.forward_batch_generation",
+    parameters=("batch", "is_verify", "capture_hidden_mode"),
+    fingerprints=("60e078facd86",),
+    capability="spec.chain",
+    wraps=False,
+    why="runs a prefill, a decode and a verification, and gives their hidden states",
+    remove_when="workers of plugins have a documented contract",
+)
+RUN_BATCH = Patch(
+    target="sglang.srt.managers.scheduler:Scheduler.run_batch",
+    parameters=("batch",),
+    fingerprints=("45986b0d3c72",),
+    capability="spec.chain",
+    wraps=False,
+    why="puts back what a worker changes of a batch, and relays what requests carry to their next step",
+    remove_when="workers of plugins have a documented contract",
+)
+RESERVE_SLOTS = Patch(
+    target="sglang.srt.speculative.eagle_utils:eagle_prepare_for_decode",
+    parameters=("batch",),
+    fingerprints=("aedbb8cee2b3",),
+    capability="spec.chain",
+    wraps=False,
+    why="reserves the slots in which drafts are verified",
+    remove_when="workers of plugins have a documented contract",
+)
+READ_RESULT = Patch(
+    target="sglang.srt.managers.scheduler_components.batch_result_processor:"
+    "SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
+    parameters=("result", "batch"),
+    fingerprints=("c2ed08738e6b",),
+    capability="spec.chain",
+    wraps=False,
+    why="says in the order of the steps what was accepted, and reads a result by its own stride",
+    remove_when="workers of plugins have a documented contract",
+)
+GRAMMAR_MASK = Patch(
+    target="sglang.srt.speculative.spec_utils:build_grammar_vocab_mask",
+    parameters=("reqs", "tree", "sampling_info", "device", "barrier"),
+    fingerprints=("eec2f0f01d5f",),
+    capability="spec.chain",
+    wraps=False,
+    why="leads the requests' grammars along the drafts and back",
+    remove_when="workers of plugins have a documented contract",
+)
+SAMPLER = Patch(
+    target="sglang.srt.layers.sampler:Sampler.forward",
+    parameters=("logits_output", "sampling_info", "return_logprob", "top_logprobs_nums", "token_ids_logprobs"),
+    fingerprints=("72bc8fcb6217",),
+    capability="spec.chain",
+    wraps=False,
+    why="chooses the model's own token at every verified row",
+    remove_when="workers of plugins have a documented contract",
+)
+
+SPECULATION = (
+    *(ROW_WIDTH, REGISTER_ALGORITHM, FORWARD_GENERATION, RUN_BATCH, RESERVE_SLOTS, READ_RESULT, GRAMMAR_MASK, SAMPLER),
+)
+
+PATCHES = (*LAUNCHER, *SCHEDULER, *SPECULATION)

@@ -102,6 +102,63 @@ BLOCKS_CAN_BE_FREED = Patch(
     why="a deferred free gives nothing back in this step",
     remove_when="the scheduler offers preemption as a public call",
 )
+PROPOSE = Patch(
+    target="vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids",
+    parameters=("scheduler_output", "sampled_token_ids", "sample_hidden_states", "spec_decode_metadata"),
+    fingerprints=("5a5d20a973b9",),
+    capability="spec.chain",
+    why="a custom proposer is given tokens, and no hidden states",
+    remove_when="custom proposers get the hidden states and what was verified",
+)
+INPUT_FITS = Patch(
+    target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._input_fits_in_drafter",
+    parameters=("common_attn_metadata",),
+    fingerprints=("218aad75ac25",),
+    capability="spec.chain",
+    why="when one request nears the end of its context, the token 0 is drafted for the whole batch",
+    remove_when="drafts are cut request by request",
+)
+REQUEST_REMOVED = Patch(
+    target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._on_request_state_removed",
+    parameters=("req_id",),
+    fingerprints=("e7c107a357a1",),
+    capability="spec.chain",
+    why="a custom proposer does not hear that a request is over",
+    remove_when="custom proposers hear of the end of requests",
+)
+SAMPLE = Patch(
+    target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample",
+    parameters=("logits", "spec_decode_metadata"),
+    fingerprints=("df64e9c9f60e",),
+    capability="spec.chain",
+    why="a step without drafts goes through the rejection sampler too, and on CPUs top_k then ends the engine",
+    remove_when="a step without drafts is sampled as without speculation",
+)
+WORKER_SHUTDOWN = Patch(
+    target="vllm.v1.worker.gpu_worker:Worker.shutdown",
+    parameters=(),
+    fingerprints=("21c2010aaf27",),
+    capability="attach",
+    why="plugins in a worker are promised a close at the end",
+    remove_when="workers offer a plugin hook",
+)
+POST_STEP = Patch(
+    target="vllm.v1.engine.core:EngineCore.post_step",
+    parameters=("model_executed",),
+    fingerprints=("baf79af7816b",),
+    capability="spec.chain",
+    wraps=False,
+    why="it asks the workers for drafts in every step; `check_for_draft_tokens` spares that while speculation is off",
+    remove_when="speculation can be switched off while serving",
+)
+EXPAND = Patch(
+    target="vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
+    parameters=("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to"),
+    fingerprints=("b4708fb306d4",),
+    capability="spec.chain",
+    why="on CPUs its kernel fills a copy, so drafts are sampled at a temperature that lay in memory by chance",
+    remove_when="cpu_triton_utils._expand_kernel_impl writes its result back",
+)
 ENDPOINT_STATE = Patch(
     target="vllm.plugins.endpoint_plugins.interface:EndpointPlugin.init_state",
     parameters=("engine_client", "state", "args"),
@@ -133,5 +190,6 @@ STAT_LOGGERS = Patch(
 PATCHES = (
     *(ADD_CLI_ARGS, FROM_CLI_ARGS, CREATE_ENGINE_CONFIG, INITIALIZE_KV_CACHES, SHUTDOWN, GET_SCHEDULER_CLS),
     *(SCHEDULE, ADD_REQUEST, ALLOCATE_SLOTS, GET_NUM_FREE_BLOCKS, PREEMPT_REQUEST, BLOCKS_CAN_BE_FREED),
+    *(PROPOSE, INPUT_FITS, REQUEST_REMOVED, SAMPLE, EXPAND, POST_STEP, WORKER_SHUTDOWN),
     *(ENDPOINT_STATE, UTILITY, STAT_LOGGERS),
 )

@@ -15,6 +15,7 @@ import attrs
 
 from chunkllm_bridge.common.abi import EngineInfo, Seam
 from chunkllm_bridge.common.control import CoreDesk, Ports, RankDesk
+from chunkllm_bridge.common.drafts import Drafting
 from chunkllm_bridge.common.errors import IncompatibleError
 from chunkllm_bridge.common.host import Host
 from chunkllm_bridge.common.log import get_logger
@@ -34,6 +35,7 @@ from chunkllm_bridge.sglang.blocks import SchedulerBridge
 from chunkllm_bridge.sglang.ranks import Ranks
 from chunkllm_bridge.sglang.refusal import refusing
 from chunkllm_bridge.sglang.transport import Answer, Command, Decision, passport_of
+from chunkllm_bridge.sglang.weights import Weights
 
 log = get_logger("sglang.attach")
 
@@ -77,6 +79,19 @@ def wrap_init_info(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return {**original(scheduler), KEY: attachment.report()}
 
     return get_init_info
+
+
+def wrap_row_width(original: Callable[[], int]) -> Callable[[], int]:
+    """Room in a request's row beyond its context: what two steps reserve, up to a page's end."""
+
+    @functools.wraps(original)
+    def get_req_to_token_extra_context_len() -> int:
+        from sglang.srt.mem_cache.allocation_sizing import get_alloc_page_size, get_alloc_reserve_per_decode
+
+        reserved: int = get_alloc_reserve_per_decode() + get_alloc_page_size()
+        return max(original(), reserved)
+
+    return get_req_to_token_extra_context_len
 
 
 class SchedulerAttachment:
@@ -123,6 +138,8 @@ class SchedulerAttachment:
         with contextlib.ExitStack() as sizing:
             sizing.callback(patches.PROFILE_BYTES.apply(wrap_profile))
             sizing.callback(patches.POOL_CONFIG.apply(wrap_sizes))
+            if about.draft_tokens:
+                sizing.callback(patches.ROW_WIDTH.apply(wrap_row_width))
             return original(self.scheduler)
 
     def attach(self) -> None:
@@ -130,8 +147,10 @@ class SchedulerAttachment:
         scheduler, spec = self.scheduler, self.passport.spec
         with contextlib.ExitStack() as undo:
             worker = facts.with_pool(facts.engine_info(scheduler, role="worker"), scheduler)
-            self.desk = RankDesk(Host(spec, self.registry, worker, WORKER_SEAMS))
-            undo.callback(self.desk.host.close)
+            model = Weights(scheduler.tp_worker.model_runner)
+            workers = Host(spec, self.registry, worker, WORKER_SEAMS, model=model)
+            undo.callback(workers.close)
+            self.desk = RankDesk(workers, self._speculate(workers, undo))
             self.ranks = Ranks(facts.rank_group(scheduler), self._on_rank)
             host = self._lead(spec, worker, undo) if self.ranks.leads else None
             self.bridge = SchedulerBridge(scheduler, host)
@@ -153,6 +172,18 @@ class SchedulerAttachment:
                     plugins=sorted(plugin["name"] for plugin in host.report()["plugins"]),
                 )
             self._undo = undo.pop_all()
+
+    def _speculate(self, workers: Host, undo: contextlib.ExitStack) -> Drafting | None:
+        """Connect the DRAFTS seam to the worker that SGLang made; None where it was launched without."""
+        if not workers.info.draft_tokens:
+            return None
+        from chunkllm_bridge.sglang.drafts import DraftsBridge, leave_room
+
+        worker, drafting = self.scheduler.draft_worker, Drafting(workers)
+        worker.bridge = DraftsBridge(drafting, facts.rank_group(self.scheduler))
+        undo.callback(setattr, worker, "bridge", None)
+        leave_room(self.scheduler)
+        return drafting
 
     def _lead(self, spec: Any, worker: EngineInfo, undo: contextlib.ExitStack) -> Host:
         about = attrs.evolve(worker, role="core")

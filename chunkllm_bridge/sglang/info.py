@@ -14,8 +14,9 @@ from chunkllm_bridge.patches.sglang import PATCHES
 TESTED = ("0.5.23",)
 """Versions that the whole suite runs on."""
 
-SEAMS = frozenset({Seam.BLOCKS, Seam.BATCHING})
-"""Seams that this adapter offers so far; all of them are in the process that schedules."""
+SEAMS = frozenset({Seam.BLOCKS, Seam.BATCHING, Seam.DRAFTS})
+"""Seams that this adapter offers so far; on SGLang all of them are in the process that schedules."""
+CHAIN, TREE = "spec.chain", "spec.tree"
 
 
 def version() -> str:
@@ -36,8 +37,11 @@ def capabilities(found: list[Probe] | None = None) -> frozenset[str]:
     """What can be offered here: a capability is there when every symbol it needs is."""
     found = probes() if found is None else found
     lost = {probe.capability for probe in found if not probe.usable}
+    if CHAIN in lost:
+        lost |= {TREE, f"seam.{Seam.DRAFTS.value}"}
     seams = {f"seam.{seam.value}" for seam in SEAMS}
-    return (frozenset({"kv.quota", "batch.window", "control", "metrics", "tp", "prefix_cache"}) | seams) - lost
+    own = {"kv.quota", "batch.window", "control", "metrics", "tp", "prefix_cache", CHAIN, TREE}
+    return frozenset(own | seams) - lost
 
 
 def launch_info(found: list[Probe] | None = None) -> EngineInfo:
@@ -59,9 +63,12 @@ def engine_info(scheduler: Any, *, role: str) -> EngineInfo:
 
     args, model, runner = scheduler.server_args, scheduler.model_config, scheduler.tp_worker.model_runner
     parallel = get_parallel()
+    tokens, nodes = draft_slots(scheduler)
     return attrs.evolve(
         launch_info(),
         role=role,
+        draft_tokens=tokens,
+        draft_nodes=nodes,
         model=str(args.served_model_name or args.model_path),
         layers=model.num_hidden_layers,
         heads=model.num_attention_heads // parallel.attn_tp_size,
@@ -77,6 +84,18 @@ def engine_info(scheduler: Any, *, role: str) -> EngineInfo:
         rank=parallel.tp_rank,
         world_size=parallel.tp_size,
     )
+
+
+def draft_slots(scheduler: Any) -> tuple[int, int]:
+    """(draft tokens on one path, draft tokens per request) that this engine was launched to verify; (0, 0): none."""
+    from sglang.srt.runtime_context import get_spec
+
+    from chunkllm_bridge.sglang.algorithm import NAME
+
+    spec = get_spec()
+    if spec.speculative_algorithm != NAME:
+        return 0, 0
+    return int(spec.speculative_num_steps), int(spec.speculative_num_draft_tokens) - 1
 
 
 def with_pool(info: EngineInfo, scheduler: Any) -> EngineInfo:

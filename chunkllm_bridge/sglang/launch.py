@@ -9,10 +9,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -127,13 +126,17 @@ def hook_engine(undo: contextlib.ExitStack) -> None:
 
 def hook_child(undo: contextlib.ExitStack) -> None:
     """Each child has the modules of its part loaded before it calls us (`load_plugins` is their first statement)."""
+    from chunkllm_bridge.sglang import algorithm
+
     if "sglang.srt.managers.scheduler" in sys.modules:
         from chunkllm_bridge.sglang.attach import patch_scheduler
 
+        algorithm.register()
         undo.callback(patch_scheduler())
     if "sglang.srt.managers.data_parallel_controller" in sys.modules:
         from chunkllm_bridge.patches import sglang as patches
 
+        algorithm.register()
         undo.callback(patches.DP_INIT_INFO.apply(wrap_dp_init_info))
 
 
@@ -172,6 +175,10 @@ def wrap_from_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
         with stopping_on_mistakes():
             wish = wished_by_flags(args)
             passport = None if wish is None else resolve(wish, args)
+            if passport is not None:
+                from chunkllm_bridge.sglang import algorithm
+
+                vars(args).update(algorithm.launched(passport.spec, args))
             server_args = original(cls, args)
             if passport is not None:
                 ensure_launch_patched()
@@ -224,14 +231,19 @@ def boarding(server_args: Any) -> Passport | None:
 
     file = os.environ.get(CONFIG)
     if _armed and file and not hasattr(server_args, ATTRIBUTE) and not hasattr(server_args, OFF):
-        setattr(server_args, ATTRIBUTE, resolve(Wish(Path(file)), server_args).to_wire())
+        from chunkllm_bridge.sglang import algorithm
+
+        passport = resolve(Wish(Path(file)), server_args)
+        for name, value in algorithm.launched(passport.spec, server_args).items():
+            setattr(server_args, name, value)
+        setattr(server_args, ATTRIBUTE, passport.to_wire())
     return passport_of(server_args)
 
 
 def launch(start: Callable[[], Any], server_args: Any, passport: Passport) -> Any:
     """Start the engine's processes and shake hands with each. Whatever stops that, none of them stays behind."""
     from chunkllm_bridge.patches import sglang as patches
-    from chunkllm_bridge.sglang import control, obstacles, refusal
+    from chunkllm_bridge.sglang import children, control, obstacles, refusal
 
     if reasons := obstacles.against(server_args, os.environ):
         raise IncompatibleError("the bridge", reasons)
@@ -239,8 +251,8 @@ def launch(start: Callable[[], Any], server_args: Any, passport: Passport) -> An
     http = sys.modules.get("sglang.srt.entrypoints.http_server")
     if http is not None and _undo is not None and not patches.SERVE.applied():
         _undo.callback(patches.SERVE.apply(control.wrap_serving))
-    with ending_children() as stop:
-        with refusal.collected() as file, children_attach():
+    with children.ending() as stop:
+        with refusal.collected() as file, children.attaching():
             try:
                 result = start()
             except Exception:
@@ -257,36 +269,6 @@ def launch(start: Callable[[], Any], server_args: Any, passport: Passport) -> An
                 raise
         stop.pop_all()
     return result
-
-
-@contextlib.contextmanager
-def children_attach() -> Iterator[None]:
-    """The processes that are spawned meanwhile learn from their environment that they have to attach."""
-    before = os.environ.get(ACTIVE)
-    os.environ[ACTIVE] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[ACTIVE]
-        else:
-            os.environ[ACTIVE] = before
-
-
-@contextlib.contextmanager
-def ending_children() -> Iterator[contextlib.ExitStack]:
-    """Ends every child that was started in the block, unless what it gives is emptied."""
-    from sglang.srt.utils import kill_process_tree
-
-    before = set(multiprocessing.active_children())
-
-    def end() -> None:
-        for child in set(multiprocessing.active_children()) - before:
-            kill_process_tree(child.pid)
-
-    with contextlib.ExitStack() as stop:
-        stop.callback(end)
-        yield stop
 
 
 def wrap_dp_init_info(original: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -15,7 +16,7 @@ from chunkllm_bridge.common import remote
 from chunkllm_bridge.common.control import decode
 from chunkllm_bridge.common.errors import ControlError
 from chunkllm_bridge.common.launching import wish_of_arguments
-from chunkllm_bridge.sglang import launch
+from chunkllm_bridge.sglang import algorithm, launch
 from chunkllm_bridge.sglang.control import ATTACHED
 from chunkllm_bridge.sglang.transport import ATTRIBUTE
 
@@ -60,10 +61,15 @@ class Engine(SglangEngine):  # type: ignore[misc]  # an engine is Any to us
         wish = wish_of_arguments(plugin, plugin_config, plugin_set)
         if wish is not None:
             launch.ensure_launch_patched()
-            wire = launch.resolve(wish).to_wire()
-            if given := kwargs.get("server_args"):
+            passport = launch.resolve(wish)
+            wire, given = passport.to_wire(), kwargs.get("server_args")
+            room = algorithm.launched(passport.spec, given or SimpleNamespace(**kwargs))
+            if given:
                 kwargs["server_args"] = given = copy.deepcopy(given)
-                setattr(given, ATTRIBUTE, wire)
+                for name, value in {**room, ATTRIBUTE: wire}.items():
+                    setattr(given, name, value)
+            else:
+                kwargs |= room
             cls: Any = type(self)
             make = cls.server_args_class
 

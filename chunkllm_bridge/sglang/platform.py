@@ -73,12 +73,19 @@ def _platform_class() -> Any:
             return False  # the built-in ones; those of plugins are not asked about
 
         def init_backend(self) -> None:
-            """Once in each worker: attention under the name that SGLang's own logic knows."""
+            """Once in each worker: attention under the name that SGLang's own logic knows, and no GPU's kernels."""
             from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
             from .torch_cpu.attention import backend_class
+            from .torch_cpu.slots import replace_kernels
 
             ATTENTION_BACKENDS["torch_native"] = lambda runner: backend_class()(runner)
+            replace_kernels()
+
+        def get_kv_pool_cls(self, *, kind: str) -> Any:
+            from .torch_cpu.slots import pool_class
+
+            return pool_class() if kind == "mha" else None
 
         def post_load_model(self, model: Any) -> None:
             from .torch_cpu.compiler import compiler

@@ -10,6 +10,7 @@ from typing import Any
 
 from chunkllm_bridge.common.abi import EngineInfo, Seam
 from chunkllm_bridge.common.control import CoreDesk, Ports, RankDesk
+from chunkllm_bridge.common.drafts import Drafting
 from chunkllm_bridge.common.errors import IncompatibleError
 from chunkllm_bridge.common.host import Host
 from chunkllm_bridge.common.log import get_logger
@@ -27,14 +28,16 @@ from chunkllm_bridge.common.spec import Spec
 from chunkllm_bridge.patches import vllm as patches
 from chunkllm_bridge.vllm import info as facts
 from chunkllm_bridge.vllm.blocks import SchedulerBridge
+from chunkllm_bridge.vllm.drafts import DraftsBridge
 from chunkllm_bridge.vllm.transport import in_config
+from chunkllm_bridge.vllm.weights import Weights
 
 log = get_logger("vllm.attach")
 
 CORE_SEAMS = frozenset({Seam.BLOCKS, Seam.BATCHING})
 WORKER_SEAMS = frozenset({Seam.ATTENTION, Seam.DRAFTS, Seam.WEIGHTS})
 
-_desks: weakref.WeakKeyDictionary[Any, RankDesk] = weakref.WeakKeyDictionary()  # the workers of this process
+_attached: weakref.WeakKeyDictionary[Any, WorkerAttachment] = weakref.WeakKeyDictionary()  # this process's workers
 
 
 class NotAttached:
@@ -58,17 +61,60 @@ def worker_call(worker: Any, verb: str, wire: Mapping[str, Any] | None = None) -
     worker = getattr(worker, "worker", worker)  # the multiprocess executor hands over its wrapper
     if verb == "attach":
         assert wire is not None
-        passport = Passport.from_wire(wire)
-        process = f"worker of rank {worker.rank}"
         try:
-            registry = passport.verify(process)
-            about = facts.engine_info(worker.vllm_config, role="worker", rank=worker.rank)
-            desk = _desks[worker] = RankDesk(Host(passport.spec, registry, about, WORKER_SEAMS))
+            attachment = _attached[worker] = WorkerAttachment(worker, Passport.from_wire(wire))
         except IncompatibleError as error:
             return {"ok": False, "rank": worker.rank, "error": str(error)}
         weights = sum(p.numel() * p.element_size() for p in worker.model_runner.get_model().parameters())
-        return {"ok": True, "rank": worker.rank, "fingerprint": desk.host.fingerprint(), "weights": weights}
-    return _desks[worker].handle(verb, wire)
+        host = attachment.desk.host
+        return {"ok": True, "rank": worker.rank, "fingerprint": host.fingerprint(), "weights": weights}
+    return _attached[worker].handle(verb, wire)
+
+
+class WorkerAttachment:
+    """What the bridge is in one worker. `close()` undoes everything, newest first."""
+
+    def __init__(self, worker: Any, passport: Passport) -> None:
+        registry = passport.verify(f"worker of rank {worker.rank}")
+        about = facts.engine_info(worker.vllm_config, role="worker", rank=worker.rank)
+        runner = worker.model_runner
+        self.drafts: DraftsBridge | None = None
+        with contextlib.ExitStack() as undo:
+            host = Host(passport.spec, registry, about, WORKER_SEAMS, model=Weights(runner))
+            undo.callback(host.close)
+            drafting = Drafting(host) if about.draft_tokens else None
+            self.desk = RankDesk(host, drafting)
+            if drafting is not None:
+                asks = worker.rank == facts.output_rank(worker.vllm_config)
+                self.drafts = DraftsBridge(runner, drafting, asks=asks)
+                self.drafts.install()
+                undo.callback(self.drafts.close)
+            undo.callback(patches.WORKER_SHUTDOWN.apply_to(worker, closing(self)))
+            self._undo = undo.pop_all()
+
+    def handle(self, verb: str, wire: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        if self.drafts is not None:
+            self.drafts.interrupt()
+        return self.desk.handle(verb, wire)
+
+    def close(self) -> None:
+        self._undo.close()
+
+
+def closing(attachment: WorkerAttachment | CoreAttachment) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Close an attachment before what it is attached to shuts down."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def shutdown(*args: Any, **kwargs: Any) -> Any:
+            try:
+                attachment.close()
+            except Exception as error:  # the engine ends all the same
+                log.warning("bridge.close_failed", reason=str(error), exc_info=error)
+            return original(*args, **kwargs)
+
+        return shutdown
+
+    return wrap
 
 
 # ---- core ----------------------------------------------------------------------------------------------------------
@@ -116,7 +162,7 @@ class CoreAttachment:
             undo.callback(delattr, core, "chunkllm_control")
             core.chunkllm = self
             undo.callback(delattr, core, "chunkllm")
-            undo.callback(patches.SHUTDOWN.apply_to(core, self._wrap_shutdown))
+            undo.callback(patches.SHUTDOWN.apply_to(core, closing(self)))
             if snapshots is not None:
                 snapshots.save(spec)
             self._undo = undo.pop_all()
@@ -132,16 +178,6 @@ class CoreAttachment:
 
     def close(self) -> None:
         self._undo.close()
-
-    def _wrap_shutdown(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def shutdown(*args: Any, **kwargs: Any) -> Any:
-            try:
-                self.close()
-            except Exception as error:  # the engine ends all the same
-                log.warning("bridge.close_failed", reason=str(error), exc_info=error)
-            return original(*args, **kwargs)
-
-        return shutdown
 
     def _attach_workers(self) -> int:
         """Every worker builds its host and answers with its fingerprint. Returns the largest rank's weight bytes."""
@@ -190,6 +226,9 @@ class CoreAttachment:
 
     def _refresh(self) -> None:
         self._bridge.refresh_limit()
+        host = self._bridge.host
+        if host is not None and host.info.draft_tokens:  # while nobody drafts, spare the workers a call in every step
+            self.core.check_for_draft_tokens = host.spec["speculative.plugin"] is not None
 
     @property
     def _bridge(self) -> SchedulerBridge:

@@ -14,8 +14,9 @@ from chunkllm_bridge.patches.vllm import PATCHES
 TESTED = ("0.32.0",)
 """Versions that the whole suite runs on."""
 
-SEAMS = frozenset({Seam.BLOCKS, Seam.BATCHING})
-"""Seams that this adapter offers so far; all of them are in the process that schedules."""
+SEAMS = frozenset({Seam.BLOCKS, Seam.BATCHING, Seam.DRAFTS})
+"""Seams that this adapter offers so far."""
+OFFERED = frozenset({"kv.quota", "batch.window", "spec.chain", "control", "metrics", "tp", "prefix_cache"})
 
 
 def version() -> str:
@@ -37,7 +38,7 @@ def capabilities(found: list[Probe] | None = None) -> frozenset[str]:
     found = probes() if found is None else found
     lost = {probe.capability for probe in found if not probe.usable}
     seams = {f"seam.{seam.value}" for seam in SEAMS}
-    return (frozenset({"kv.quota", "batch.window", "control", "metrics", "tp", "prefix_cache"}) | seams) - lost
+    return (OFFERED | seams) - lost
 
 
 def launch_info(found: list[Probe] | None = None) -> EngineInfo:
@@ -56,7 +57,7 @@ def launch_info(found: list[Probe] | None = None) -> EngineInfo:
 def engine_info(vllm_config: Any, *, role: str, rank: int = 0) -> EngineInfo:
     """The facts of a resolved `VllmConfig`, before there is a KV pool."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    text = model.hf_text_config
+    text, drafts = model.hf_text_config, draft_tokens(vllm_config)
     return attrs.evolve(
         launch_info(),
         role=role,
@@ -75,7 +76,23 @@ def engine_info(vllm_config: Any, *, role: str, rank: int = 0) -> EngineInfo:
         device_memory=device_memory(vllm_config),
         rank=rank,
         world_size=parallel.world_size,
+        draft_tokens=drafts,
+        draft_nodes=drafts,
     )
+
+
+def draft_tokens(vllm_config: Any) -> int:
+    """Draft tokens per request and step that this engine was launched to verify for us; chains only."""
+    from chunkllm_bridge.vllm.drafts import is_ours
+
+    speculative = vllm_config.speculative_config
+    return int(speculative.num_speculative_tokens) if is_ours(speculative) else 0
+
+
+def output_rank(vllm_config: Any) -> int:
+    """The worker whose answers the engine takes, drafts among them: the first of the last pipeline stage."""
+    parallel = vllm_config.parallel_config
+    return int(parallel.world_size - parallel.tensor_parallel_size * parallel.prefill_context_parallel_size)
 
 
 def with_pool(info: EngineInfo, kv_cache_config: Any, block_size: int) -> EngineInfo:

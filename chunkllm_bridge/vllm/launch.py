@@ -20,6 +20,7 @@ from chunkllm_bridge.common.launching import ACTIVE, NAME
 from chunkllm_bridge.common.parameters import PARAMETERS
 from chunkllm_bridge.common.passport import KEY, Passport
 from chunkllm_bridge.common.pool import ratio_bytes
+from chunkllm_bridge.common.registry import Registry
 from chunkllm_bridge.vllm.transport import HashedConfig, in_config, travels_in
 
 GROUPS = ("vllm.general_plugins", "vllm.platform_plugins", "vllm.io_processor_plugins", "vllm.stat_logger_plugins")
@@ -108,7 +109,9 @@ def take_flags(args: argparse.Namespace) -> None:
     if wish.sets and equals and (stray in PARAMETERS or stray.startswith("plugins.")):
         reason = "taken for the model: each --plugin-set takes one; a list in a YAML file is to be a table"
         raise ConfigError([Problem(key=args.model_tag, value=None, reason=reason, where="command line")])
-    args.additional_config = {**given, KEY: resolve(wish).to_wire()}
+    passport = resolve(wish)
+    speculation(args, passport)  # a mistake is told before anything starts
+    args.additional_config = {**given, KEY: passport.to_wire()}
     open_control(os.environ)
 
 
@@ -134,6 +137,9 @@ def wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., Any
             self.additional_config = {**given, KEY: passport.to_wire()}
             if not is_offline(*args, **kwargs):
                 open_control(os.environ)
+        drafts = speculation(self, Passport.from_wire(self.additional_config[KEY]))
+        if drafts is not None:
+            self.speculative_config = drafts
         config = original(self, *args, **kwargs)
         activate(config)
         return config
@@ -144,6 +150,34 @@ def wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., Any
 def is_offline(usage_context: Any = None, *args: Any, **kwargs: Any) -> bool:
     """Whether the `LLM` class starts this engine: no HTTP server, so no routes to open."""
     return getattr(usage_context, "name", "") == "LLM_CLASS"
+
+
+SPECULATIVE = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
+"""Where an operator asks vLLM itself for speculation, in `EngineArgs` and on the command line."""
+
+
+def speculation(arguments: Any, passport: Passport) -> dict[str, Any] | None:
+    """vLLM's `speculative_config` for the drafts of `speculative.plugin`; None: nobody drafts.
+
+    Raises `IncompatibleError` for what cannot stand beside it in `EngineArgs` or on the command line.
+    """
+    from chunkllm_bridge.vllm.drafts import METHOD, PROPOSER
+
+    spec = passport.spec
+    slots = launching.draft_slots(spec, Registry.installed())
+    if slots is None:
+        return None
+    reasons, ours = [], f"speculative.plugin = {spec['speculative.plugin']}"
+    given = [name for name in SPECULATIVE if getattr(arguments, name, None) is not None]
+    if given and (arguments.speculative_config or {}).get("model") != PROPOSER:
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        reasons.append(f"{ours} and {flags}: both say who drafts, leave one of them out")
+    if arguments.pipeline_parallel_size > 1:
+        stages = f"--pipeline-parallel-size {arguments.pipeline_parallel_size}"
+        reasons.append(f"{ours} and {stages}: the heads of the model and its embedding are in different workers")
+    if reasons:
+        raise IncompatibleError("the plugin spec", reasons)
+    return {"method": METHOD, "model": PROPOSER, "num_speculative_tokens": slots[0]}
 
 
 def activate(config: Any) -> None:

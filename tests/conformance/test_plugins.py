@@ -10,7 +10,9 @@ import pytest
 from chunkllm_bridge import Plugin
 from chunkllm_bridge.common.conformance import Check, checks
 from chunkllm_bridge.plugins.batch_window import BatchWindow
+from chunkllm_bridge.plugins.medusa.plugin import Medusa
 from chunkllm_bridge.plugins.paged_kv import PagedKV
+from tests.support import fake_heads
 
 
 def tiny_quota() -> type[Plugin]:
@@ -41,4 +43,16 @@ def test_batch_window(check: Check) -> None:
 
 @pytest.mark.parametrize("check", checks(tiny_quota(), config={"blocks": 8}), ids=str)
 def test_tiny_quota(check: Check) -> None:
+    check()
+
+
+@pytest.mark.parametrize("kind", ["independent", "sequential"])
+@pytest.mark.parametrize("tree", [None, [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]], ids=["chain", "tree"])
+@pytest.mark.parametrize("promise", [str(check) for check in checks(Medusa)])
+def test_medusa(promise: str, tree: list[list[int]] | None, kind: str, tmp_path: Path) -> None:
+    """With heads that are never right: drafts cost nothing but time."""
+    config = {"heads": str(fake_heads.write(tmp_path / "heads.safetensors", kind=kind))}
+    (check,) = [
+        each for each in checks(Medusa, config=config | ({"tree": tree} if tree else {})) if str(each) == promise
+    ]
     check()

@@ -12,7 +12,7 @@ import click
 import pytest
 
 from chunkllm_bridge.cli import cli
-from chunkllm_bridge.common.metrics import FAMILIES, ITL, PREFIX
+from chunkllm_bridge.common.metrics import FAMILIES, ITL, PREFIX, REQUEST_LENGTH
 from chunkllm_bridge.common.profiles import Hardware
 from chunkllm_bridge.common.registry import GROUP, Registry
 from chunkllm_bridge.common.spec import Spec
@@ -84,7 +84,8 @@ def test_links_lead_somewhere():
 
 def test_metrics_page_names_every_metric():
     """docs/operations.md names every metric family, and none that does not exist."""
-    real = {PREFIX + f.name + ("_total" if f.kind == "counter" else "") for f in FAMILIES} | {PREFIX + ITL}
+    real = {PREFIX + f.name + ("_total" if f.kind == "counter" else "") for f in FAMILIES}
+    real |= {PREFIX + ITL, PREFIX + REQUEST_LENGTH}
     page = (ROOT / "docs" / "operations.md").read_text()
 
     assert real == set(re.findall(rf"`({PREFIX}\w+)`", page))

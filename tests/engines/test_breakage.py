@@ -57,7 +57,7 @@ class TestAnEngineThatEnds:
         core = type("Core", (), {"shutdown": lambda self: events.append("engine")})()
         attachment = object.__new__(attach.CoreAttachment)
         attachment._undo = attach.contextlib.ExitStack()
-        attachment._undo.callback(attach.patches.SHUTDOWN.apply_to(core, attachment._wrap_shutdown))
+        attachment._undo.callback(attach.patches.SHUTDOWN.apply_to(core, attach.closing(attachment)))
         attachment._undo.callback(lambda: events.append("plugins") or 1 / 0)
         core.shutdown()
         core.shutdown()

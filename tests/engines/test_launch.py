@@ -172,10 +172,10 @@ class TestRefusals:
         file = tmp_path / "chunkllm.toml"
         file.write_text("kv_cache.memory_ratio = 1.5\n[plugin]\nbatch_windw = '10ms'\n")
 
-        said = refuse(*bridged("plugin.priority=100", "speculative.plugin=medusa", more=["--plugin-config", str(file)]))
+        said = refuse(*bridged("plugin.priority=100", "speculative.plugin=medsa", more=["--plugin-config", str(file)]))
 
         assert "4 mistakes" in said
-        for part in ("chunkllm.toml:1", "chunkllm.toml:3", "plugin.batch_window?", "plugin.priority = 100", "medusa"):
+        for part in ("chunkllm.toml:1", "chunkllm.toml:3", "plugin.batch_window?", "plugin.priority = 100", "medsa"):
             assert part in said
 
     def test_an_unknown_plugin_flag(self, refuse) -> None:
@@ -198,6 +198,13 @@ class TestRefusals:
         assert "--plugin" in said
         assert "--additional-config" in said
 
+    def test_two_that_draft(self, refuse) -> None:
+        """Speculation of vLLM's own beside that of the spec: both are named."""
+        own = json.dumps({"method": "ngram", "num_speculative_tokens": 2})
+        said = refuse(*bridged("speculative.plugin=medusa"), "--speculative-config", own)
+
+        assert "speculative.plugin = medusa and --speculative-config" in said
+
     def test_a_missing_spec_file(self, refuse) -> None:
         """Named, with what the system says."""
         assert "/no/such/spec.toml" in refuse("--plugin", "chunkllm", "--plugin-config", "/no/such/spec.toml")
@@ -214,7 +221,7 @@ class TestRefusals:
         install("older", plugin_source("older", "return None").replace("abi=(1, 0)", "abi=(0, 9)"))
         said = refuse(*bridged("plugins.older.priority=3"))
 
-        assert "older 1.0: built for ABI 0.9, this bridge speaks 1.0" in said
+        assert "older 1.0: built for ABI 0.9, this bridge speaks 1.1" in said
 
     def test_two_plugins_that_want_a_seam_alone(self, refuse, install) -> None:
         """Both are named (NVIDIA-NeMo/RL#4155)."""
@@ -331,6 +338,18 @@ class TestConfig:
     def test_a_later_graph_setting_counts(self) -> None:
         """What changes the compiled graph will enter the key."""
         assert HashedConfig({KEY: 1}, graph="a").compute_hash() != HashedConfig({KEY: 1}, graph="b").compute_hash()
+
+    def test_speculation_is_launched(self, resolve) -> None:
+        """`speculative.plugin` makes vLLM verify so many draft tokens; without it nothing is launched. Other slots are
+        another compiled graph, and vLLM's own key says so."""
+        config, stock = resolve(*bridged("speculative.plugin=medusa", "speculative.tokens=3")), resolve(*bridged())
+
+        assert ("custom_class", 3) == (
+            config.speculative_config.method,
+            config.speculative_config.num_speculative_tokens,
+        )
+        assert (3, 3) == (lambda it: (it.draft_tokens, it.draft_nodes))(info.engine_info(config, role="core"))
+        assert (None, 0) == (stock.speculative_config, info.engine_info(stock, role="core").draft_tokens)
 
     def test_survives_pickling(self, resolve) -> None:
         """The config reaches spawned children and remote workers by pickle, and is copied deep on the way."""

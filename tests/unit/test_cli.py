@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from chunkllm_bridge import cli, client
+from chunkllm_bridge import DraftsPlan, DraftsStep, Plugin, PluginSpec, Seam, cli, client
 from chunkllm_bridge.common import token
 from chunkllm_bridge.common.errors import ControlError
+from chunkllm_bridge.common.testing import FakeEngine, attach
 
 SAYS = {"changed": {"plugin.priority": {"before": "[red]1", "after": "[/x]"}}, "generation": 2}
 
@@ -173,3 +174,26 @@ class TestToken:
         assert client._read(url(server)) is None
         with pytest.raises(OSError, match="XDG_STATE_HOME"):
             token.write(":8000", "secret")
+
+
+class Echo(Plugin):
+    spec = PluginSpec(name="echo", version="1", abi=(1, 1), seams={Seam.DRAFTS})
+
+    def plan_drafts(self, step: DraftsStep) -> DraftsPlan:
+        return DraftsPlan(tokens=step.last_tokens[:, None])
+
+
+@pytest.mark.parametrize("aside", ["", "never right"])
+def test_status_shows_how_drafts_fare(server: http.server.HTTPServer, run: Any, aside: str) -> None:
+    """What is drafted now and what came of it; where the draft source stepped aside, why."""
+    bridge = attach(FakeEngine(), {"speculative.plugin": "echo"}, Echo)
+    status = bridge.status()
+    status["kv"] |= {"block_size": 4, "memory_ratio": 1.0, "memory_ratio_max": 1.0}
+    drafts = {"width": 3, "drafts": 200, "draft_tokens": 600, "accepted": 150, "accepted_at": [100, 50]}
+    status["speculation"] |= drafts | {"stepped_aside": aside, "acceptance_length": 1.75}
+    Handler.says = (200, json.dumps(status).encode())
+    code, said = run("status", "--url", url(server))
+
+    assert 0 == code
+    assert all(word in said for word in ("Speculation by echo", "50% 25%", "1.75", "200", "600", "150"))
+    assert (", which stepped aside: never right" in said) == bool(aside)

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import pytest
 
-from chunkllm_bridge import BlocksPlan, BlocksStep, DraftsStep, Plugin, PluginSpec, Preparation, Seam
+from chunkllm_bridge import BlocksPlan, BlocksStep, DraftsPlan, DraftsStep, Plugin, PluginSpec, Preparation, Seam
 from chunkllm_bridge.common.control import Config, CoreDesk, Plugins, Ports, Reply, Set, Status, decode, encode, merge
 from chunkllm_bridge.common.errors import ControlError
 from chunkllm_bridge.common.snapshots import Snapshots
@@ -172,8 +172,91 @@ class TestReplies:
         bridge.engine.run()
 
         assert ("5", "--plugin-set") == rows["plugins.mine.size"]
-        assert {"mine": "seated", "paged_kv": "seated", "batch_window": "seated"} == before
-        assert {"mine": "active", "paged_kv": "active", "batch_window": "seated"} == states()
+        rest = {"batch_window": "seated", "medusa": "installed"}
+        assert {"mine": "seated", "paged_kv": "seated", **rest} == before
+        assert {"mine": "active", "paged_kv": "active", **rest} == states()
+
+
+class Drafter(Plugin):
+    """Drafts the last token once more; sits in the workers only."""
+
+    spec = PluginSpec(name="drafter", version="1", abi=(1, 1), seams={Seam.DRAFTS})
+
+    def plan_drafts(self, step: DraftsStep) -> DraftsPlan:
+        return DraftsPlan(tokens=step.last_tokens[:, None])
+
+
+class TestSpeculation:
+    @pytest.fixture
+    def bridge(self) -> FakeBridge:
+        bridge = attach(FakeEngine(ranks=2), {"speculative.plugin": "drafter"}, Drafter)
+        bridge.engine.add(max_tokens=8)
+        bridge.engine.run()
+        return bridge
+
+    def test_status_says_how_drafts_fare(self, bridge: FakeBridge) -> None:
+        """And shows the plugin, which has no seat in the process that is asked."""
+        status = bridge.status()
+
+        assert status["workers"][0]["drafts"] == status["speculation"]
+        assert ("drafter", 4, 4) == tuple(status["speculation"][key] for key in ("plugin", "limit", "launched"))
+        assert 0 < status["speculation"]["drafts"]
+        assert "active" == next(row for row in status["plugins"] if row["name"] == "drafter")["state"]
+
+    def test_without_asking_the_workers_it_is_what_they_last_said(self, bridge: FakeBridge) -> None:
+        """So that the series of a reading that does not disturb them does not break off."""
+        alone = {"command": "status", "workers": False}
+        assert "speculation" not in bridge.desk.handle(alone)["data"]
+        full = bridge.status()
+
+        assert full["speculation"] == bridge.desk.handle(alone)["data"]["speculation"]
+        assert full["plugins"] == bridge.desk.handle(alone)["data"]["plugins"]
+
+    def test_it_is_of_the_rank_that_drafts(self, bridge: FakeBridge) -> None:
+        """With pipeline parallelism that is not the first."""
+        ranks = bridge.desk.ports.ranks
+
+        def last_drafts(verb: str, wire: Mapping[str, Any] | None = None) -> Any:
+            replies = [dict(reply) for reply in ranks(verb, wire)]
+            if verb == "report":
+                replies[0]["drafts"] = {**replies[0]["drafts"], "drafts": 0}
+            return replies
+
+        desk = CoreDesk(bridge.host, attrs.evolve(bridge.desk.ports, ranks=last_drafts))
+
+        assert 0 < desk.status()["speculation"]["drafts"]
+
+    def test_off_and_on_on_all_ranks(self, bridge: FakeBridge) -> None:
+        for name, limit in (("none", 0), ("drafter", 4)):
+            assert "" == bridge.set({"speculative.plugin": name})["error"]
+            assert [limit] * 2 == [rank["drafts"]["limit"] for rank in bridge.status()["workers"]]
+
+    @pytest.mark.parametrize(
+        ("values", "status", "words"),
+        [
+            ({"speculative.tokens": 5}, 422, "the engine made room for 4 at start"),
+            ({"speculative.tokens": 0}, 422, "speculative.plugin = none turns drafting off"),
+            ({"speculative.plugin": "medusa"}, 422, "launched with drafter; another draft source needs a restart"),
+            ({"speculative.plugin": "paged_kv"}, 422, "paged_kv has no drafts seam"),
+        ],
+    )
+    def test_what_cannot_be_is_refused(self, bridge: FakeBridge, values: Any, status: int, words: str) -> None:
+        """With what to do, and nothing changes."""
+        reply = bridge.set(values)
+
+        assert (status, True) == (reply["status"], words in reply["error"])
+        assert 4 == bridge.status()["speculation"]["limit"]
+
+    def test_an_engine_that_was_not_launched_to_speculate(self) -> None:
+        """It says so, whether the draft source was not named or was switched off."""
+        for settings in ({"plugins.drafter": {}}, {"speculative.plugin": "drafter", "plugin.disable": "drafter"}):
+            bridge = attach(FakeEngine(), settings, Drafter)
+            name = "drafter" if "plugins.drafter" in settings else "none"
+            bridge.set({"speculative.plugin": "none"})
+            reply = bridge.set({"speculative.plugin": "drafter"})
+
+            assert reply["status"] in (409, 422), name
+            assert "not launched to speculate" in reply["error"]
 
 
 class TestSet:

@@ -224,6 +224,38 @@ def test_rejected_plans_count() -> None:
     assert called.guard.tripped
 
 
+def test_drafting_may_take_longer() -> None:
+    """It is work on the model's device; every other seam looks at numbers."""
+    limits = Limits()
+
+    assert [(0.25, 0.25)] == [limits.of(Seam.DRAFTS)]
+    assert {(0.005, 0.010)} == {limits.of(seam) for seam in Seam if seam is not Seam.DRAFTS}
+
+
+def test_a_deadline_of_its_own() -> None:
+    clock = Clock()
+    guard = Guard("mine", Limits(), clock=clock)
+
+    def plans(step: object) -> BlocksPlan:
+        clock.advance(0.1)
+        return PLAN
+
+    assert PLAN is guard.plan("plan_drafts", plans, object(), BlocksPlan, 0.25)
+    assert guard.plan("plan_blocks", plans, object(), BlocksPlan) is None
+
+
+def test_stepping_aside_is_no_failure_and_can_be_renewed() -> None:
+    """What it answered was well made: it is asked no more, until it gets another chance."""
+    called = Called()
+    called.ask(ValueError())
+    called.guard.step_aside("of no use")
+    assert (None, "of no use", 1) == (called.ask(), called.guard.tally.last_failure, called.calls)
+    assert ["of no use"] == called.trips
+    called.guard.renew()
+
+    assert (PLAN, "", 0.0) == (called.ask(), called.guard.aside, called.guard.tally.error_rate)
+
+
 def test_settle_is_on_the_step_path() -> None:
     """It has the deadline of a plan, and nothing to answer."""
     clock = Clock()

@@ -174,10 +174,22 @@ class TestRefusals:
         )
 
         text = "\n".join(reasons)
-        assert "old 1: built for ABI 9.0, this bridge speaks 1.0" in text
+        assert "old 1: built for ABI 9.0, this bridge speaks 1.1" in text
         assert "needy: requires teleport; fake 1 offers attn.switch, batch.window" in text
         assert "gpu: needs an accelerator and there is none" in text
         assert "needy: fake 1 offers no seam batching yet" in text
+
+    def test_an_exception_with_reasons_is_told_as_they_are(self) -> None:
+        """The operator reads sentences, not a class name; without any, or with nonsense, what was raised."""
+
+        class Refuses(Exception):
+            def __init__(self, reasons: Any) -> None:
+                self.reasons = reasons
+
+        assert ("no file", "no memory") == refused(actor("a", prepare=raising(Refuses(("no file", "no memory")))))
+        for nonsense in ((), 3):
+            (reason,) = refused(actor("a", prepare=raising(Refuses(nonsense))))
+            assert reason.startswith("preparing it raised Refuses")
 
     def test_every_plugin_is_checked_before_one_is_prepared(self) -> None:
         """All their own reasons together, and no heavy work for nothing."""

@@ -11,10 +11,12 @@ from typing import Any
 import attrs
 import pytest
 
+from chunkllm_bridge import DraftsStep, Plugin, PluginSpec, Seam
 from chunkllm_bridge.common.errors import ConfigError, IncompatibleError
 from chunkllm_bridge.common.launching import (
     Wish,
     add_flags,
+    draft_slots,
     plain_sets,
     resolve,
     stopping_on_mistakes,
@@ -23,7 +25,7 @@ from chunkllm_bridge.common.launching import (
     wished_by_flags,
 )
 from chunkllm_bridge.common.passport import Passport
-from chunkllm_bridge.common.testing import FakeEngine
+from chunkllm_bridge.common.testing import FakeCatalogue, FakeEngine, spec_for
 from chunkllm_bridge.common.written import Source, read_sets
 from chunkllm_bridge.patches import Probe
 
@@ -118,6 +120,43 @@ class TestArguments:
     def test_refusals(self, given: Any, reason: str) -> None:
         with pytest.raises(IncompatibleError, match=reason):
             wish_of_arguments(*given)
+
+
+class Tree(Plugin):
+    """Wants three nodes for each token; asking can fail."""
+
+    spec = PluginSpec(name="tree", version="1", abi=(1, 1), seams={Seam.DRAFTS})
+
+    def plan_drafts(self, step: DraftsStep) -> None: ...
+
+    def draft_nodes(self, tokens: int) -> int:
+        if tokens == 13:
+            raise ValueError("thirteen")
+        return 3 * tokens if tokens > 1 else 0
+
+
+class TestDraftSlots:
+    def slots(self, **settings: Any) -> tuple[int, int] | None:
+        catalogue = FakeCatalogue(Tree)
+        values = {key.replace("__", "."): value for key, value in settings.items()}
+        return draft_slots(spec_for(FakeEngine(), values, catalogue), catalogue)
+
+    def test_as_many_as_the_plugin_says(self) -> None:
+        """Never fewer nodes than tokens."""
+        assert (4, 12) == self.slots(speculative__plugin="tree")
+        assert (2, 6) == self.slots(speculative__plugin="tree", speculative__tokens=2)
+        assert (1, 1) == self.slots(speculative__plugin="tree", speculative__tokens=1)
+
+    @pytest.mark.parametrize("off", ["tree", "everything"])
+    def test_an_engine_that_is_not_to_speculate(self, off: str) -> None:
+        """Nobody is named, a table alone, or who is named is switched off."""
+        assert self.slots() is self.slots(plugins__tree={})
+        assert self.slots() is None
+        assert self.slots(speculative__plugin="tree", plugin__disable=off) is None
+
+    def test_a_plugin_that_cannot_say_is_refused(self) -> None:
+        with pytest.raises(IncompatibleError, match="asking for its draft nodes raised ValueError: thirteen"):
+            self.slots(speculative__plugin="tree", speculative__tokens=13)
 
 
 class TestResolve:

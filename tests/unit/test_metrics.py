@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import pytest
@@ -15,7 +16,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
 from chunkllm_bridge import BlocksPlan, BlocksStep, Plugin, PluginSpec, Seam
-from chunkllm_bridge.common.metrics import FAMILIES, PREFIX, Exporter, Sample, samples
+from chunkllm_bridge.common.acceptance import BOUNDS
+from chunkllm_bridge.common.metrics import FAMILIES, PREFIX, REQUEST_LENGTH, Exporter, Sample, samples
 from chunkllm_bridge.common.testing import FakeBridge, FakeEngine, attach
 
 
@@ -149,6 +151,73 @@ def test_metrics_are_registered_once(registry: CollectorRegistry) -> None:
 
     with pytest.raises(ValueError, match="Duplicated timeseries"):
         Exporter(registry)
+
+
+class TestSpeculation:
+    DRAFTS: ClassVar[dict[str, Any]] = {
+        "plugin": "medusa",
+        "limit": 4,
+        "launched": 4,
+        "nodes": 4,
+        "width": 3,
+        "stepped_aside": "",
+        "drafts": 10,
+        "draft_tokens": 30,
+        "accepted": 12,
+        "accepted_at": [8, 4],
+        "acceptance_length": 2.2,
+        "acceptance_length_total": 2.1,
+        "finished": [],
+    }
+
+    def test_drafts_are_counted_under_one_name_on_every_engine(
+        self, registry: CollectorRegistry, bridge: FakeBridge
+    ) -> None:
+        exporter = Exporter(registry)
+        exporter.publish(samples({**bridge.status(), "speculation": self.DRAFTS}), "0")
+        more = {**self.DRAFTS, "drafts": 15, "accepted_at": [9, 5, 1], "stepped_aside": "useless", "limit": 0}
+        exporter.publish(samples({**bridge.status(), "speculation": more}), "0")
+
+        names = ("spec_drafts_total", "spec_draft_tokens_total", "spec_accepted_tokens_total")
+        assert (15, 30, 12) == tuple(read(registry, name) for name in names)
+        assert (9, 5, 1) == tuple(read(registry, "spec_accepted_at_total", position=at) for at in "123")
+        gauges = ("spec_acceptance_length", "spec_limit", "spec_width", "spec_stepped_aside")
+        assert (2.2, 0, 3, 1) == tuple(read(registry, name) for name in gauges)
+
+    def test_every_series_is_declared(self, bridge: FakeBridge) -> None:
+        families = {family.name: family for family in FAMILIES}
+        for name, labels, _ in samples({**bridge.status(), "speculation": self.DRAFTS}):
+            assert families[name].labels == tuple(labels)
+
+    def test_lengths_of_finished_requests_add_up(self, registry: CollectorRegistry) -> None:
+        """Each once, in its bucket, with the exact sum; an engine that starts anew counts from zero."""
+        exporter = Exporter(registry)
+        buckets: list[list[float]] = [[0, 0.0] for _ in range(len(BOUNDS) + 1)]
+
+        def end(length: float) -> None:
+            bucket = buckets[bisect.bisect_left(BOUNDS, length)]
+            bucket[0] += 1
+            bucket[1] += length
+
+        def seen() -> tuple[float | None, ...]:
+            name = REQUEST_LENGTH
+            return (
+                *(read(registry, f"{name}_count"), read(registry, f"{name}_sum")),
+                *(read(registry, f"{name}_bucket", le=bound) for bound in ("1.0", "2.25", "+Inf")),
+            )
+
+        for length in (1.0, 2.1, 2.2, 99.0):
+            end(length)
+            exporter.publish_lengths(buckets, "0")
+            exporter.publish_lengths(buckets, "0")
+        assert (4, pytest.approx(104.3), 1, 3, 4) == seen()
+        end(2.05)
+        end(2.15)
+        exporter.publish_lengths(buckets, "0")
+        assert (6, pytest.approx(108.5), 1, 5, 6) == seen()
+
+        exporter.publish_lengths([[1, 1.0], *([0, 0.0] for _ in BOUNDS)], "0")
+        assert (7, pytest.approx(109.5), 2, 6, 7) == seen()
 
 
 PROCESS = """

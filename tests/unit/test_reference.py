@@ -19,6 +19,7 @@ from chunkllm_bridge.common.reference import (
     fp8_round,
     paged_attention,
     verify_chain,
+    verify_tree,
     write_kv,
 )
 
@@ -271,6 +272,71 @@ class TestVerification:
         critical = 37.7  # chi-square, 15 degrees of freedom, one in a thousand
         assert chi_square(observed, expected) < critical
         assert chi_square(drafted, expected) > 10 * critical  # the test can tell
+
+
+class TestTrees:
+    PARENTS = (-1, -1, 0, 0, 1, 2)
+
+    @pytest.mark.parametrize(
+        ("draft", "emitted", "path"),
+        [
+            ([1, 9, 2, 8, 7, 3], [1, 2, 3, 4], [0, 2, 5]),
+            ([1, 9, 8, 2, 7, 3], [1, 2, 3], [0, 3]),
+            ([9, 1, 7, 7, 2, 3], [1, 2, 3], [1, 4]),
+            ([9, 8, 2, 2, 2, 3], [1], []),
+        ],
+    )
+    def test_greedy(self, draft: list[int], emitted: list[int], path: list[int]) -> None:
+        """The path on which the target agrees with every token, whichever branch that is, and its next token."""
+        depths = (0, 1, 1, 2, 2, 2, 3)  # of the root, then of each node
+        logits = torch.nn.functional.one_hot(torch.tensor([1 + depth for depth in depths]), 10).float()
+
+        assert (emitted, path) == verify_tree(draft, self.PARENTS, logits, temperature=0)
+
+    @pytest.mark.parametrize("temperature", [0.0, 0.8])
+    def test_a_chain_is_a_tree(self, temperature: float) -> None:
+        """With the same uniforms the same tokens, always."""
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(200):
+            logits = torch.randn(4, 6, generator=generator) * 2
+            draft = torch.randint(6, (3,), generator=generator).tolist()
+            uniforms = torch.rand(4, 2, generator=generator)
+            chain = verify_chain(draft, logits, temperature=temperature, uniforms=uniforms)
+            tree = verify_tree(draft, (-1, 0, 1), logits, temperature=temperature, uniforms=uniforms)
+
+            assert (chain, list(range(len(chain) - 1))) == tree
+
+    def test_no_drafts_no_siblings(self) -> None:
+        logits = torch.tensor([[0.0, 5.0]])
+
+        assert ([1], []) == verify_tree((), (), logits, temperature=0)
+
+    def test_what_cannot_be_is_never_emitted(self) -> None:
+        """A masked token is neither accepted nor drawn, though all siblings were refused (vllm#9423)."""
+        logits = torch.tensor([[0.0, float("-inf"), 0.0, float("-inf")]]).repeat(4, 1)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(200):
+            emitted, _ = verify_tree([1, 3, 1], (-1, -1, -1), logits, temperature=0.7, generator=generator)
+            assert {0, 2}.issuperset(emitted)
+
+    def test_keeps_the_distribution(self) -> None:
+        """Two tokens from a tree are distributed as two from the target (arXiv 2305.09781), a token drafted twice
+        included: chi-square, 15 degrees."""
+        vocab, temperature, samples = 4, 1.3, 4_000
+        generator = torch.Generator().manual_seed(230509781)
+        logits = torch.randn(vocab + 1, vocab, generator=generator) * 1.5  # row: what follows each token; last: start
+        target = (logits / temperature).softmax(-1)
+        expected = target[-1][:, None] * target[:-1] * samples
+        draft, parents = [2, 1, 2, 0, 3, 1], (-1, -1, -1, 0, 0, 1)
+
+        observed = torch.zeros(vocab, vocab)
+        for _ in range(samples):
+            emitted, _ = verify_tree(draft, parents, logits[[-1, *draft]], temperature=temperature, generator=generator)
+            if len(emitted) == 1:
+                emitted.append(int(torch.multinomial(target[emitted[0]], 1, generator=generator)))
+            observed[emitted[0], emitted[1]] += 1
+
+        assert chi_square(observed, expected) < 37.7  # one in a thousand
 
 
 class TestFP8:

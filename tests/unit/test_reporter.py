@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from chunkllm_bridge import DraftsPlan, DraftsStep, Plugin, PluginSpec, Seam
 from chunkllm_bridge.common import reporter
 from chunkllm_bridge.common.control import Command, Reply, Status, encode, merge
 from chunkllm_bridge.common.latency import Alarm
@@ -87,6 +88,35 @@ def test_the_workers_are_asked_now_and_then(bridge: FakeBridge, registry: Collec
 
     asked = [command.workers for command in line.heard if isinstance(command, Status)]
     assert [0, RANKS_EVERY] == [at for at, workers in enumerate(asked) if workers]
+
+
+class Echo(Plugin):
+    spec = PluginSpec(name="echo", version="1", abi=(1, 1), seams={Seam.DRAFTS})
+
+    def plan_drafts(self, step: DraftsStep) -> DraftsPlan:
+        return DraftsPlan(tokens=step.last_tokens[:, None])
+
+
+def test_the_workers_are_asked_more_often_while_they_draft(registry: CollectorRegistry) -> None:
+    """How drafts fare is counted there; once drafting is off they are left alone again."""
+    engine = FakeEngine()
+    bridge = attach(engine, {"speculative.plugin": "echo"}, Echo)
+    engine.add(max_tokens=12)
+    engine.run()
+    line = Line(bridge)
+    made = Reporter(line, bridge.host.spec, exporter=Exporter(registry))
+    run(made, line, 4)
+    asked = [command.workers for command in line.heard if isinstance(command, Status)]
+    assert [True, False, True, False, True] == asked
+    drafts = bridge.status()["speculation"]["drafts"]
+    assert 0 < drafts == read(registry, "spec_drafts_total")
+    assert 1 == read(registry, "spec_request_acceptance_length_count")
+
+    bridge.set({"speculative.plugin": "none"})
+    run(made, line, len(line.heard) + 2 * RANKS_EVERY)
+    asked = [command.workers for command in line.heard if isinstance(command, Status)]
+    assert 3 >= sum(asked[-2 * RANKS_EVERY :])
+    assert drafts == read(registry, "spec_drafts_total")
 
 
 def test_a_second_server_publishes_its_own_latencies_only(bridge: FakeBridge, registry: CollectorRegistry) -> None:

@@ -871,6 +871,7 @@ LIVE = {
     "attention.plugin": "flash2",
     "kv_cache.memory_ratio": 0.2,
     "plugin.batch_window": "9ms",
+    "speculative.plugin": "none",
     "speculative.tokens": 2,
     "plugin.priority": 3,
     "plugin.error_rate": 0.5,
@@ -894,7 +895,6 @@ FIXED: dict[str, Any] = {
     "kv_cache.strategy": "paged",
     "kv_cache.max_layer_bytes": "1GiB",
     "plugin.memory_ratio": 0.1,
-    "speculative.plugin": "medusa",
     "plugin.fp8": False,
     "rollback.config": "x",
     "plugin.disable": "all",
@@ -927,6 +927,8 @@ def test_every_parameter_is_live_or_fixed() -> None:
         ({"kv_cache.memory_ratio": 2}, "at most 1"),
         ({"kv_cache.memory_ratio": 0.9}, "over-committed"),
         ({"speculative.tokens": 5}, "made room for 4 at start"),
+        ({"speculative.tokens": 0}, "speculative.plugin = none turns drafting off"),
+        ({"speculative.plugin": "medusa"}, "the engine was not launched to speculate; start it with this setting"),
         ({"plugins.medusa.heads": "3"}, "did you mean 3"),
         ({"plugins.flash2.priority": 3}, "not active"),
         ({"attention.plugin": "needy"}, "plugins.needy.path: is required"),
@@ -947,6 +949,31 @@ def test_draft_tokens_move_within_the_room_made_at_start() -> None:
         spec = Spec.from_wire(spec.evolve({"speculative.tokens": tokens}, catalogue=FULL).to_wire())
 
     assert 4 == spec["speculative.tokens"]
+
+
+def test_the_draft_source_of_the_launch_can_be_turned_off_and_on() -> None:
+    """It keeps its seat and its settings meanwhile; over the wire, too."""
+    spec = resolve("speculative.plugin = 'medusa'")
+    off = Spec.from_wire(spec.evolve({"speculative.plugin": "none"}, catalogue=FULL).to_wire())
+    on = off.evolve({"plugins.medusa.heads": 2, "speculative.plugin": "medusa"}, catalogue=FULL)
+
+    assert (None, ("medusa",), "medusa") == (off["speculative.plugin"], off.active, off.drafter)
+    assert ("medusa", 2) == (on["speculative.plugin"], on["plugins.medusa.heads"])
+    assert spec.config_hash() != off.config_hash()
+
+
+def test_another_draft_source_needs_a_restart() -> None:
+    """Also while the one of the launch is turned off."""
+    off = resolve("speculative.plugin = 'medusa'").evolve({"speculative.plugin": "none"}, catalogue=FULL)
+    with pytest.raises(ConfigError, match="the engine was launched with medusa; another draft source needs a restart"):
+        off.evolve({"speculative.plugin": "needy"}, catalogue=FULL)
+
+
+def test_settings_of_a_draft_source_that_is_off_are_checked() -> None:
+    """What it will be turned on with must be right."""
+    off = resolve("speculative.plugin = 'medusa'").evolve({"speculative.plugin": "none"}, catalogue=FULL)
+    with pytest.raises(ConfigError, match=r"plugins\.medusa\.heads"):
+        off.evolve({"plugins.medusa.heads": "x"}, catalogue=FULL)
 
 
 def test_live_switch_of_attention_changes_what_is_active() -> None:

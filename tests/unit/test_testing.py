@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -47,8 +48,8 @@ class Oracle(Plugin):
 
     def plan_drafts(self, step: DraftsStep) -> DraftsPlan:
         places = [(name, int(hidden[0])) for name, hidden in zip(step.request_ids, step.hidden_states, strict=True)]
-        rows = [(token_at(name, at), token_at(name, at + 1), -1)[: step.max_tokens] for name, at in places]
-        return DraftsPlan(tokens=tuple(rows))
+        rows = [[token_at(name, at), token_at(name, at + 1), 0][: step.max_tokens] for name, at in places]
+        return DraftsPlan(tokens=step.last_tokens.new_tensor(rows).reshape(len(rows), -1 if rows else 0))
 
     def plan_attention(self, step: AttentionStep) -> AttentionPlan:
         return AttentionPlan(strategy="flash2")
@@ -68,12 +69,12 @@ class Wrong(Oracle):
     )
 
     def plan_drafts(self, step: DraftsStep) -> DraftsPlan:
-        number = len(step.request_ids)
+        number, filled = len(step.request_ids), step.last_tokens.new_full
         return (
-            DraftsPlan(tokens=((1,),) * (number + 1)),
-            DraftsPlan(tokens=((1,) * (step.max_tokens + 1),) * number),
-            DraftsPlan(tokens=((1,),) * number, parents=((0,),) * number),
-            DraftsPlan(tokens=((-1,),) * number),
+            DraftsPlan(tokens=filled((number + 1, 1), 1)),
+            DraftsPlan(tokens=filled((number, step.max_tokens + 1), 1)),
+            DraftsPlan(tokens=filled((number, 1), 1), parents=(0,)),
+            DraftsPlan(tokens=filled((number, 1), 1).float()),
         )[step.index % 4]
 
     def plan_attention(self, step: AttentionStep) -> AttentionPlan:
@@ -87,6 +88,47 @@ def serve(engine: FakeEngine, number: int = 6) -> dict[str, list[int]]:
     for index in range(number):
         engine.add(prompt=5 + index, max_tokens=12)
     return engine.run()
+
+
+class Anything(Oracle):
+    """Drafts whatever a random number says: right, wrong, ragged, too wide, no tokens, trees, nothing; or fails."""
+
+    spec = PluginSpec(name="anything", version="1", abi=(1, 1), seams={Seam.DRAFTS})
+    numbers: ClassVar[random.Random]
+    engine: ClassVar[FakeEngine]
+
+    def draft_nodes(self, tokens: int) -> int:
+        return 9
+
+    def plan_drafts(self, step: DraftsStep) -> Any:
+        numbers, rows = self.numbers, []
+        match numbers.choice(["chain", "chain", "tree", "none", "raises", "late", "wide", "shape"]):
+            case "none":
+                return None
+            case "raises":
+                raise ValueError("no")
+            case "wide":
+                return DraftsPlan(tokens=step.last_tokens.new_full((len(step.request_ids), step.max_tokens + 1), 1))
+            case "shape":
+                return DraftsPlan(tokens=step.last_tokens)
+            case "late":
+                self.engine.clock.advance(1.0)
+            case "tree":
+                width = numbers.randint(1, 9)
+                parents = tuple(numbers.randint(-1, at - 1) for at in range(width))
+                rows = [self._row(name, hidden, width) for name, hidden in self._places(step)]
+                return DraftsPlan(tokens=step.last_tokens.new_tensor(rows), parents=parents)
+        rows = [self._row(name, hidden, numbers.randint(0, step.max_tokens)) for name, hidden in self._places(step)]
+        rows = [row + [-1] * (step.max_tokens - len(row)) for row in rows]
+        return DraftsPlan(tokens=step.last_tokens.new_tensor(rows))
+
+    def _places(self, step: DraftsStep) -> list[tuple[str, int]]:
+        return [(name, int(at[0])) for name, at in zip(step.request_ids, step.hidden_states, strict=True)]
+
+    def _row(self, name: str, at: int, width: int) -> list[int]:
+        odd = [-1, 1_000, 10**12, self.numbers.randrange(1_000)]
+        right = [token_at(name, at + self.numbers.randint(0, 2)) for _ in range(width)]
+        return [token if self.numbers.random() < 0.8 else self.numbers.choice(odd) for token in right]
 
 
 class TestEngine:
@@ -161,7 +203,7 @@ class TestEngine:
             "import sys; sys.modules['torch'] = None\n"
             f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
             "from test_testing import *\n"
-            "with attach(FakeEngine(), {'plugins.oracle': {}}, Oracle) as bridge:\n"
+            "with attach(FakeEngine(), {'plugins.oracle': {}}, Oracle) as bridge:  # it is not asked for drafts\n"
             "    assert serve(bridge.engine) == serve(FakeEngine())\n"
             "    print(bridge.engine.strategies['flash2'] > 0)\n"
         )
@@ -175,29 +217,51 @@ class TestBridge:
         """The first two of three are accepted; the third, which is wrong, is not."""
         stock, engine = FakeEngine(), FakeEngine()
         expected = serve(stock, 2)
-        with attach(engine, {"plugins.oracle": {}}, Oracle) as bridge:
+        with attach(engine, {"speculative.plugin": "oracle"}, Oracle) as bridge:
             assert expected == serve(engine, 2)
             plugin: Any = bridge.workers.desks[0].host._seated["oracle"].plugin
 
-        accepted = [outcome.accepted for outcome in plugin.outcomes if outcome.seam is Seam.DRAFTS]
-        assert {(2, 2)} == set(accepted[:2])
+        fared = [(o.drafted, o.accepted) for o in plugin.outcomes if o.seam is Seam.DRAFTS]
+        assert [((0, 0), (0, 0)), ((3, 3), (2, 2))] == fared[:2]
         assert engine.index < stock.index / 2
+
+    @pytest.mark.parametrize("seed", range(12))
+    def test_whatever_is_drafted_the_tokens_are_the_engine_s(self, seed: int) -> None:
+        """Chains and trees, right and wrong, ragged, out of the vocabulary, too wide, late or raised, while steps are
+        rolled back and the limit moves. Cases: vllm#41758, vllm#7627, vllm#9423."""
+        engine = FakeEngine(ranks=2)
+        Anything.numbers, Anything.engine = random.Random(seed), engine
+        engine.faults.aborted_steps = {4, 9}
+        settings = {"speculative.plugin": "anything", "plugins.anything.error_rate": 1}
+        with attach(engine, settings, Anything) as bridge:
+            for index in range(6):
+                engine.add(prompt=5 + index, max_tokens=12)
+            for tokens in (2, 4, 1, 3):
+                for _ in range(3):
+                    engine.step()
+                bridge.set({"speculative.tokens": tokens})
+            served = engine.run()
+            speculation = bridge.status()["speculation"]
+
+        assert serve(FakeEngine()) == served
+        assert 0 < speculation["accepted"]
+        assert 0 == engine.pool.counts.held
 
     def test_plans_that_cannot_be_used_cost_nothing(self) -> None:
         """Wrong rows, too many tokens, a tree, an unknown strategy: each is rejected and counted."""
         engine = FakeEngine()
-        with attach(engine, {"plugins.wrong.error_rate": 1}, Wrong) as bridge:
+        with attach(engine, {"speculative.plugin": "wrong", "plugins.wrong.error_rate": 1}, Wrong) as bridge:
             assert serve(FakeEngine()) == serve(engine)
             row = bridge.status()["workers"][0]["plugins"][0]
 
-        assert {"rejected"} == set(row["failures"])
+        assert {"rejected", "malformed"} == set(row["failures"])
         assert {} == engine.strategies
         assert {} == engine.formats
 
     def test_the_first_that_drafts_wins_per_request(self) -> None:
         """Attention takes the first plan of a step, weights the first that takes the layer."""
         engine = FakeEngine()
-        settings = {"plugins.wrong.priority": 90, "plugins.wrong.error_rate": 1, "plugins.oracle": {}}
+        settings = {"plugins.wrong.priority": 90, "plugins.wrong.error_rate": 1, "speculative.plugin": "oracle"}
         with attach(engine, settings, Oracle, Wrong):
             assert serve(FakeEngine()) == serve(engine)
             assert dict.fromkeys(LAYERS, "fp8_e4m3") == engine.formats
@@ -208,18 +272,18 @@ class TestBridge:
         """`applied=False`, with the reason, on the seams that had planned for it."""
         engine = FakeEngine()
         engine.faults.aborted_steps = {3}
-        with attach(engine, {"plugins.oracle": {}}, Oracle) as bridge:
+        with attach(engine, {"speculative.plugin": "oracle"}, Oracle) as bridge:
             serve(engine)
             plugin: Any = bridge.workers.desks[0].host._seated["oracle"].plugin
 
-        told = {(o.seam, o.applied, o.reason) for o in plugin.outcomes if o.step == 3}
-        assert {(seam, False, "the step was rolled back") for seam in (Seam.ATTENTION, Seam.DRAFTS)} == told
+        told = [o.seam for o in plugin.outcomes if (o.applied, o.reason) == (False, "the step was rolled back")]
+        assert [Seam.ATTENTION, Seam.DRAFTS] == told
 
     def test_close_puts_everything_back(self) -> None:
         """Functions, look-ahead and formats; twice does no harm. In the middle of a run, too."""
         engine = FakeEngine()
         before = engine.functions()
-        bridge = attach(engine, {"plugins.oracle": {}, "kv_cache.memory_ratio": 4 / 64}, Oracle)
+        bridge = attach(engine, {"speculative.plugin": "oracle", "kv_cache.memory_ratio": 4 / 64}, Oracle)
         assert before != engine.functions()
         engine.add(max_tokens=12)
         for _ in range(3):

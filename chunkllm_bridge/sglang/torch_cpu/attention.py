@@ -22,6 +22,17 @@ class Even(NamedTuple):
     slots: torch.Tensor  # (requests * longest,) int64, into the pool; beyond a request's end its own first slot
     mask: torch.Tensor  # (requests, 1, rows, longest) bool, True where a row may look
     longest: int
+    added: dict[Any, torch.Tensor | None]  # (group, dtype) -> the mask as attention adds it, made in the first layer
+
+    def mask_for(self, group: int, dtype: Any) -> torch.Tensor | None:
+        """(requests, 1, group * rows, longest): 0 where a row may look, else -inf; None: each sees everything."""
+        if (group, dtype) not in self.added:
+            mask = None
+            if not self.mask.all():
+                mask = self.mask.new_zeros(self.mask.shape, dtype=dtype).masked_fill_(~self.mask, float("-inf"))
+                mask = mask.repeat(1, 1, group, 1)
+            self.added[group, dtype] = mask
+        return self.added[group, dtype]
 
 
 class Span(NamedTuple):
@@ -60,12 +71,15 @@ def backend_class() -> Any:
                 self.plan = self._spans(forward_batch)
 
         def _verified(self, batch: Any) -> Even | None:
-            rows = batch.spec_info.draft_token_num
-            flat = getattr(batch.spec_info, "custom_mask", None)
-            return self._even(batch, rows, flat, waste=None)
+            info = batch.spec_info
+            flat, tree = getattr(info, "custom_mask", None), getattr(info, "tree", None)
+            return self._even(batch, info.draft_token_num, flat, waste=None, tree=tree)
 
-        def _even(self, batch: Any, rows: int, custom: Any, waste: int | None = WASTE) -> Even | None:
-            """`custom`: the requests' (rows, length) masks one after the other, flat, as SGLang's tree masks are."""
+        def _even(
+            self, batch: Any, rows: int, custom: Any, waste: int | None = WASTE, tree: torch.Tensor | None = None
+        ) -> Even | None:
+            """`custom`: the requests' (rows, length) masks one after the other, flat, as SGLang's tree masks are.
+            `tree`: (rows, rows) bool, which of its request's own rows each sees; the same for all requests."""
             lens = batch.seq_lens + (rows if batch.forward_mode.is_target_verify() else 0)
             longest, requests = int(lens.max()), lens.shape[0]
             if waste is not None and requests * longest > waste * int(lens.sum()) + 1024:
@@ -73,6 +87,9 @@ def backend_class() -> Any:
             steps = torch.arange(longest)
             last = (lens[:, None] - rows + torch.arange(rows))[:, :, None]  # (requests, rows, 1): the row's own place
             mask = steps <= last
+            if tree is not None:
+                own = steps - (lens[:, None] - rows)  # (requests, longest): the row that stands there; negative before
+                mask = (own < 0)[:, None] | (tree[:, own.clamp(0, rows - 1)].transpose(0, 1) & mask[:, -1:])
             if custom is not None:
                 start = 0
                 for index, length in enumerate(lens.tolist()):
@@ -80,7 +97,7 @@ def backend_class() -> Any:
                     start += rows * length
             table = self.req_to_token_pool.req_to_token[batch.req_pool_indices, :longest]
             slots = table.where(steps < lens[:, None], table[:, :1])
-            return Even(slots.flatten().long(), mask.unsqueeze(1), longest)
+            return Even(slots.flatten().long(), mask.unsqueeze(1), longest, {})
 
         def _spans(self, batch: Any) -> list[Span]:
             table = self.req_to_token_pool.req_to_token
@@ -130,12 +147,11 @@ def backend_class() -> Any:
             kv_heads, dim = layer.tp_k_head_num, layer.qk_head_dim
             group = layer.tp_q_head_num // kv_heads
             heads = q.reshape(requests, rows, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
-            mask = plan.mask if rows == 1 else plan.mask.repeat(1, 1, group, 1)
             out = attend(
                 heads.reshape(requests, kv_heads, group * rows, dim),
                 keys.index_select(0, plan.slots).to(q.dtype).view(requests, longest, kv_heads, dim).transpose(1, 2),
                 values.index_select(0, plan.slots).to(q.dtype).view(requests, longest, kv_heads, -1).transpose(1, 2),
-                attn_mask=mask,
+                attn_mask=plan.mask_for(group if rows > 1 else 1, q.dtype),
                 scale=layer.scaling,
             )
             out = out.view(requests, kv_heads, group, rows, -1).permute(0, 3, 1, 2, 4)
