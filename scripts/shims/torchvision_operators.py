@@ -23,11 +23,11 @@ class Declarations(importlib.abc.MetaPathFinder):
         if name == "torchvision._meta_registrations" and path:
             import torch
 
-            self.library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+            self.library = torch.library.Library("torchvision", "FRAGMENT")
             text = Path(path[0], "_meta_registrations.py").read_text()
             for operator in sorted(set(re.findall(r'"torchvision::(\w+)"', text))):
                 if not hasattr(torch.ops.torchvision, operator):
-                    self.library.define(f"{operator}(Tensor x) -> Tensor")  # type: ignore[no-untyped-call]
+                    self.library.define(f"{operator}(Tensor x) -> Tensor")
 
 
 sys.meta_path.insert(0, Declarations())

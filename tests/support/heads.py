@@ -37,15 +37,15 @@ def write_heads(
     hidden, size = base.config["hidden_size"], base.config["vocab_size"]
     ids = torch.arange(first, first + candidates) if candidates else torch.arange(size)
     shape = nets.Shape(kind=kind, heads=heads, hidden=hidden, inner=32, shared=False)
-    weights = {name: tensor.detach() for name, tensor in nets.parameters(shape, seed).items()}
+    weights = {name: tensor.detach() for name, tensor in nets.parameters(shape, seed, 2 * hidden).items()}
     random = torch.Generator().manual_seed(seed)
     for name in {"weights", "outs"} & set(weights):
         weights[name] = torch.randn(weights[name].shape, generator=random) * gain * weights[name].shape[-1] ** -0.5
     if layout != "own":
         return _write_foreign(path, layout, weights, base, ids)
     if kind == "sequential":
-        rank = min(16, hidden)
-        weights |= nets.short_form(torch.randn(256, hidden, generator=random), base.rows("lm_head", ids), rank)
+        weights["follow"] = torch.randn(len(ids), hidden, generator=random)
+        weights |= nets.short_form(torch.randn(256, hidden, generator=random), base.rows("lm_head", ids), hidden)
     write_own(path, kind, {"vocabulary": ids.int(), **weights}, base)
     return path
 

@@ -58,8 +58,10 @@ def plain(kind: str, tensors: Tensors, base: Folder, hidden: torch.Tensor, token
     known = tensors["vocabulary"].tolist()
     state = hidden
     for index, token in enumerate(tokens):
-        embedding = base.rows("embedding", torch.tensor([token]))[0]
-        seen = norm(embedding) if token in known else torch.zeros_like(embedding)
+        seen = torch.zeros(2 * SHAPE.hidden)
+        if token in known:
+            embedding = base.rows("embedding", torch.tensor([token]))[0]
+            seen = torch.cat([norm(embedding), norm(tensors["follow"][known.index(token)])])
         both = tensors["states"][index, 0] @ norm(state) + tensors["tokens"][index] @ seen + tensors["biases"][index, 0]
         gate, up = both.chunk(2)
         state = state + tensors["outs"][index, 0] @ (torch.nn.functional.silu(gate) * up)

@@ -241,3 +241,18 @@ def test_shifted_heads_load(folder: Path, tmp_path: Path) -> None:
     given = (hidden @ base.rows("lm_head").T).argmax(-1)
 
     assert given.tolist() == heads.chain(hidden, given, 1)[:, 0].tolist()
+
+
+def test_the_shipped_heads_are_whole() -> None:
+    """Five sequential heads in at most 12 MB, finite, with the recipe and the acceptance measured in the header."""
+    from chunkllm_bridge.plugins.medusa.plugin import SHIPPED
+
+    (path,) = SHIPPED.glob("*.safetensors")
+    metadata, tensors = formats.read(path)
+    facts = json.loads(metadata["facts"])
+
+    assert ("sequential", "5", 64) == (metadata["kind"], metadata["heads"], len(metadata["base_fingerprint"]))
+    assert {"recipe", "data", "acceptance"} <= facts.keys()
+    assert facts["acceptance"]["all"]["tokens_per_step"] > 1.5
+    assert path.stat().st_size <= 12_000_000
+    assert [] == formats.not_finite(tensors)
