@@ -1,7 +1,8 @@
 """Medusa heads against the stock engine, one server of each, driven in turn (`make bench-medusa ENGINE=vllm`).
 
 The stock engine runs as it does best, without the bridge and with its own scheduling; the other one has the bridge with
-`speculative.plugin = "medusa"`. Chat completions of prompts that the heads never saw (`bench/heldout.py`), greedy, of a
+`speculative.plugin = "medusa"`; with `--off` that is turned off once it is warm: what a launch that could speculate
+costs while it does not. Chat completions of prompts that the heads never saw (`bench/heldout.py`), greedy, of a
 fixed length.
 """
 
@@ -14,6 +15,7 @@ import json
 import statistics
 import sys
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -122,27 +124,45 @@ def contestants(
         for server, streams in itertools.product((stock, medusa), options.streams):
             for _ in range(WARM):
                 asyncio.run(drive(server, ALL[-streams:], options.tokens))
+        if options.off:
+            Client(medusa.url).set({"speculative.plugin": "none"})
         before = Client(medusa.url).get("status")["speculation"]
         yield stock, medusa
         after = Client(medusa.url).get("status")["speculation"]
         speculation.append({key: after[key] - before[key] for key in ("drafts", "draft_tokens", "accepted")})
+        speculation[-1]["sources"] = {
+            source: {key: count[key] - before["sources"].get(source, {}).get(key, 0) for key in count}
+            for source, count in after["sources"].items()
+        }
         speculation[-1]["accepted_at"] = [
             now - then for now, then in itertools.zip_longest(after["accepted_at"], before["accepted_at"], fillvalue=0)
         ]
 
 
-def acceptance(speculation: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def acceptance(speculation: Sequence[Mapping[str, Any]], *, off: bool) -> dict[str, Any]:
     """Of all rounds together, at all numbers of streams. A draft is one request's in one step."""
     drafts = sum(part["drafts"] for part in speculation)
+    if off:
+        if drafts:
+            raise ServerError(f"{drafts} drafts though speculation is off")
+        return {}
     if not drafts:
         raise ServerError("nothing was drafted: is the plugin tripped? see the status of the server")
     accepted = sum(part["accepted"] for part in speculation)
     positions = itertools.zip_longest(*(part["accepted_at"] for part in speculation), fillvalue=0)
+    sources: dict[str, Counter[str]] = defaultdict(Counter)
+    for part in speculation:
+        for source, count in part["sources"].items():
+            sources[source].update(count)
     return {
         "acceptance_length": 1 + accepted / drafts,
         "accepted_at": [round(sum(counts) / drafts, 4) for counts in positions],
         "drafts": drafts,
         "draft_tokens": sum(part["draft_tokens"] for part in speculation),
+        "sources": {
+            source: {**count, "acceptance_length": round(1 + count["accepted"] / max(1, count["drafts"]), 4)}
+            for source, count in sources.items()
+        },
     }
 
 
@@ -156,13 +176,17 @@ def benchmark(options: argparse.Namespace, console: Console) -> None:
         take=take,
         pairs=Taken,
     )
-    counted = acceptance(speculation)
+    counted = acceptance(speculation, off=options.off)
     finish(taken, NAMES, f"{options.engine}: Medusa heads against the stock engine, medians of pairs", console)
-    console.print(f"acceptance length {counted['acceptance_length']:.3f}, accepted at {counted['accepted_at']}")
+    if counted:
+        console.print(f"acceptance length {counted['acceptance_length']:.3f}, accepted at {counted['accepted_at']}")
+    for source, count in counted.get("sources", {}).items():
+        console.print(f"  {source}: {count['drafts']} drafts, acceptance length {count['acceptance_length']:.3f}")
     metrics: dict[str, float] = {
         f"speedup_{streams}": round(pairs.summary("rate").median, 4) for streams, pairs in taken.items()
     }
-    metrics["acceptance_length"] = round(counted["acceptance_length"], 4)
+    if counted:
+        metrics["acceptance_length"] = round(counted["acceptance_length"], 4)
     for streams, pairs in taken.items():
         kept = summarize([1 - 1 / pair.ratio for pair in pairs.steps])
         metrics[f"itl_reduction_{streams}"] = round(kept.median, 4)
@@ -179,7 +203,7 @@ def benchmark(options: argparse.Namespace, console: Console) -> None:
         },
         "provenance": provenance(*DISTRIBUTIONS[options.engine]),
     }
-    path = OUT / f"medusa-{options.engine}.json"
+    path = OUT / f"medusa-{'off-' if options.off else ''}{options.engine}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
     console.print(f"wrote bench/out/{path.name}")
 
@@ -190,6 +214,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8], choices=range(1, 17))
     parser.add_argument("--tokens", type=int, default=128, help="output tokens per stream and run")
     parser.add_argument("--draft-tokens", type=int, default=4, help="speculative.tokens")
+    parser.add_argument("--off", action="store_true", help="with speculation launched, and turned off")
     parser.add_argument("--set", nargs="+", default=[], help="further words for the launch line of the bridge")
     parser.add_argument("--rounds", type=int, default=2, help="with fresh servers each; an even number is fair")
     parser.add_argument("--minutes", type=float, default=5.0, help="time for pairs, in all rounds together")

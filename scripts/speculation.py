@@ -38,6 +38,9 @@ SAMPLED = (  # the first few tokens of each are open, but not wide open
     "def add(a, b):\n    return",
     "My favourite colour is",
 )
+WHOLE = 5  # tokens of each sample
+COMPARED = (slice(1, 2), slice(2, 3), slice(0, 2), slice(0, 3))  # what follows a draft alone, and with what is before
+AT_ONCE = 32
 T = TypeVar("T")
 
 
@@ -129,27 +132,33 @@ def exact(engine: str, console: Console) -> None:
 # ---- sampled ---------------------------------------------------------------------------------------------------------
 
 
-async def _samples(server: Server, prompt: str, tokens: int, number: int, at_once: int) -> Counter[str]:
-    seen: Counter[str] = Counter()
+Tokens = tuple[str, ...]
+
+
+async def _samples(server: Server, prompt: str, number: int) -> list[Tokens]:
+    """`number` answers of WHOLE tokens, AT_ONCE at a time."""
+    seen: list[Tokens] = []
+    asked: Any = {"model": "model", "prompt": prompt, "max_tokens": WHOLE, "temperature": 0.8, "logprobs": 1}
     async with server.async_openai(timeout=600) as client:
-        for _ in range(number // at_once):
-            asked = (
-                client.completions.create(
-                    model="model", prompt=prompt, max_tokens=tokens, temperature=0.8, extra_body={"ignore_eos": True}
-                )
-                for _ in range(at_once)
+        while len(seen) < number:
+            answers = await asyncio.gather(
+                *(client.completions.create(**asked, extra_body={"ignore_eos": True}) for _ in range(AT_ONCE))
             )
-            seen.update(answer.choices[0].text for answer in await asyncio.gather(*asked))
-    return seen
+            for answer in answers:
+                found = answer.choices[0].logprobs
+                if found is None or len(found.tokens or ()) != WHOLE:
+                    raise ServerError(f"{server.url} gave no {WHOLE} tokens: {answer.choices[0]}")
+                seen.append(tuple(found.tokens or ()))
+    return seen[:number]
 
 
-def p_value(one: Counter[str], other: Counter[str]) -> tuple[float, float, int]:
-    """(chi-square, p, degrees of freedom) of two samples; texts that were seen less than ten times are one class."""
+def p_value(one: Counter[Any], other: Counter[Any]) -> tuple[float, float, int]:
+    """(chi-square, p, degrees of freedom) of two samples; classes that were seen less than ten times are one class."""
     import torch
 
     both = one + other
-    classes = [text for text, count in both.items() if count >= 10]
-    rows = [(one[text], other[text]) for text in classes]
+    classes = [each for each, count in both.items() if count >= 10]
+    rows = [(one[each], other[each]) for each in classes]
     rest = (one.total() - sum(a for a, _ in rows), other.total() - sum(b for _, b in rows))
     rows += [rest] if sum(rest) else []
     shares = (one.total() / both.total(), other.total() / both.total())
@@ -164,34 +173,36 @@ def p_value(one: Counter[str], other: Counter[str]) -> tuple[float, float, int]:
 
 
 def sampled(engine: str, console: Console, number: int = 2000) -> None:
-    """The first two and three tokens of a prompt: one from its prefill, then what came of the first draft."""
-    wishes = list(itertools.product(SAMPLED, (2, 3)))
+    """The first token of an answer comes from the prefill; those after it from steps that verify drafts."""
 
-    def taken(server: Server) -> list[Counter[str]]:
+    def taken(server: Server) -> list[list[Tokens]]:
         return [
-            asyncio.run(_samples(server, *wish, number, 16))
-            for wish in track(wishes, f"{number} samples each", console=console)
+            asyncio.run(_samples(server, prompt, number))
+            for prompt in track(SAMPLED, f"{number} samples each", console=console)
         ]
 
-    extra = ("--max-num-seqs", "16") if engine == "vllm" else ("--max-running-requests", "16")
+    extra = ("--max-num-seqs" if engine == "vllm" else "--max-running-requests", str(AT_ONCE))
     plain = served(engine, console, *extra, job=taken)
     status: dict[str, Any] = {}
 
-    def drafted(server: Server) -> list[Counter[str]]:
+    def drafted(server: Server) -> list[list[Tokens]]:
         samples = taken(server)
         status.update(Client(server.url).get("status")["speculation"])
         return samples
 
     ours = served(engine, console, *extra, *with_medusa("plugins.medusa.adaptive=false"), job=drafted)
-    shown = Table("prompt", "tokens", "texts", "chi-square", "degrees", "p", title=f"{engine}, T = 0.8, {number} each")
-    worst = 1.0
-    for (prompt, tokens), one, other in zip(wishes, plain, ours, strict=True):
+    title = f"{engine}, T = 0.8, {number} each"
+    shown = Table("prompt", "tokens", "classes", "chi-square", "degrees", "p", title=title)
+    worst, tests = 1.0, list(itertools.product(range(len(SAMPLED)), COMPARED))
+    for index, places in tests:
+        one, other = (Counter(tokens[places] for tokens in samples[index]) for samples in (plain, ours))
         statistic, p, degrees = p_value(one, other)
         worst = min(worst, p)
-        shown.add_row(repr(prompt), str(tokens), str(len(one | other)), f"{statistic:.1f}", str(degrees), f"{p:.3f}")
+        tokens = f"{places.start + 1} to {places.stop}" if places.stop - places.start > 1 else str(places.stop)
+        shown.add_row(repr(SAMPLED[index]), tokens, str(len(one | other)), f"{statistic:.1f}", str(degrees), f"{p:.3f}")
     console.print(shown)
-    console.print(f"{status['drafts']} drafts, acceptance length {status['acceptance_length']:.2f}")
-    if worst < 0.01 / len(wishes):  # Bonferroni: one false alarm in a hundred runs
+    console.print(f"{status['drafts']} drafts, acceptance length {status['acceptance_length_total']:.2f}")
+    if worst < 0.01 / len(tests):  # Bonferroni: one false alarm in a hundred runs
         raise ServerError(f"the distributions differ: p = {worst:.2g}")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import attrs
@@ -18,7 +18,7 @@ import attrs
 if TYPE_CHECKING:
     import torch
 
-ABI: tuple[int, int] = (1, 1)
+ABI: tuple[int, int] = (1, 2)
 """(major, minor). A plugin's major must equal the host's and its minor must not be newer."""
 
 
@@ -166,6 +166,10 @@ class AttentionStep:
     block_table: torch.Tensor  # (num_requests, max_blocks) int32
 
 
+def _unread(request: int, first: int) -> Sequence[int] | None:
+    return None
+
+
 @attrs.frozen(kw_only=True)
 class DraftsStep:
     """The requests that may be extended with draft tokens, after their newest token was sampled."""
@@ -176,6 +180,9 @@ class DraftsStep:
     last_tokens: torch.Tensor  # (num_requests,) int64
     max_tokens: int  # the most draft tokens on one path, at least 1
     max_nodes: int  # the most draft tokens per request; above max_tokens a tree may be drafted
+    context: Callable[[int, int], Sequence[int] | None] = _unread
+    """(request's place, first) -> its prompt's and output's token ids from place `first` on, the last of them
+    last_tokens[request]. None where the host has not read them yet: an engine that schedules ahead on a GPU."""
 
 
 @attrs.frozen(kw_only=True)
@@ -218,6 +225,8 @@ class DraftsPlan:
 
     tokens: torch.Tensor  # (num_requests, width) int64; a chain ends before the first negative one
     parents: tuple[int, ...] | None = None  # a tree: each column's parent column, which stands before it; -1 = the root
+    sources: tuple[str, ...] | None = None
+    """Per request what drafted for it, where a plugin has several ways to: they are counted, and judged, apart."""
 
 
 @attrs.frozen(kw_only=True)
@@ -251,6 +260,7 @@ class Outcome:
     plan: Plan | None = None
     drafted: tuple[int, ...] = ()  # DRAFTS: draft tokens verified per request
     accepted: tuple[int, ...] = ()  # DRAFTS: those of them that the model agreed with
+    sources: tuple[str, ...] = ()  # DRAFTS: what drafted for each request, as the plan said; the plugin's name if not
     seconds: float = 0.0  # DRAFTS: from one verification to the next; 0 = not known, or not comparable
     held: int = 0  # BLOCKS: blocks held after the step
     waited: float = 0.0  # BATCHING: seconds that the oldest new request has been held

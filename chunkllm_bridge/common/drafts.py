@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import attrs
+
 from chunkllm_bridge.common.abi import DraftsPlan, DraftsStep, EngineInfo, Outcome, Seam
 from chunkllm_bridge.common.acceptance import Acceptance
 from chunkllm_bridge.common.errors import ControlError
@@ -30,6 +32,15 @@ USELESS = 0.05
 MEANING = "the heads were probably made for another model, or are off by one position"
 
 
+@attrs.frozen
+class Asked:
+    """What a step was asked for; an engine that schedules ahead verifies it after the next one was asked for."""
+
+    step: int
+    owners: Mapping[str, Generation] = attrs.field(factory=dict)  # request -> whose draft it has
+    sources: Mapping[str, str] = attrs.field(factory=dict)  # request -> what drafted for it
+
+
 class Drafting:
     """The DRAFTS seam of one worker. Adapters call it between the sampling of one step and the next.
 
@@ -38,12 +49,12 @@ class Drafting:
 
     def __init__(self, host: Host, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.host, self.acceptance = host, Acceptance(clock)
-        self._index = 0
+        self.asked = Asked(0)  # the newest
         self._width = 0  # draft tokens per request in the last plan
-        self._owners: Mapping[str, Generation] = {}  # request -> whose draft it has
         self._last: Generation | None = None  # who drafted last: a request may be verified later than others
-        self._trials: WeakKeyDictionary[Generation, list[int]] = WeakKeyDictionary()  # drafts, with a right first token
-        self._broken = False
+        self._trials: WeakKeyDictionary[Generation, dict[str, list[int]]] = WeakKeyDictionary()  # by source: drafts,
+        # and those whose first token was right
+        self.broken = False  # our own code failed before
 
     @property
     def limit(self) -> int:
@@ -58,31 +69,40 @@ class Drafting:
         request_ids: Sequence[str],
         hidden_states: torch.Tensor,  # (num_requests, hidden_size), after the final norm: each gave its last token
         last_tokens: torch.Tensor,  # (num_requests,) int64
+        context: Callable[[int, int], Sequence[int] | None] | None = None,  # as in `DraftsStep`
     ) -> Drafts | None:
         """The plugins' drafts, a row for each request in this order; None where nobody drafts for anybody."""
         try:
             limit = self.limit
-            drafts = self._ask(limit, request_ids, hidden_states, last_tokens) if limit and request_ids else None
+            drafts = None
+            if limit and request_ids:
+                drafts = self._ask(limit, request_ids, hidden_states, last_tokens, context)
             self._width = 0 if drafts is None else int(drafts.tokens.shape[1])
             return drafts
         except Exception as error:  # ours: a request must not pay for it
-            self._fail("propose", error)
+            self.failed("propose", error)
             return None
 
     def _ask(
-        self, limit: int, request_ids: Sequence[str], hidden_states: torch.Tensor, last_tokens: torch.Tensor
+        self,
+        limit: int,
+        request_ids: Sequence[str],
+        hidden_states: torch.Tensor,
+        last_tokens: torch.Tensor,
+        context: Callable[[int, int], Sequence[int] | None] | None,
     ) -> Drafts | None:
         info = self.host.info
-        self._index += 1
-        self._owners = {}
+        self.asked = Asked(self.asked.step + 1)
         step = DraftsStep(
-            index=self._index,
+            index=self.asked.step,
             request_ids=tuple(request_ids),
             hidden_states=hidden_states,
             last_tokens=last_tokens,
             max_tokens=limit,
             max_nodes=info.draft_nodes if info.draft_nodes > info.draft_tokens else limit,
+            **({} if context is None else {"context": context}),
         )
+        sources: dict[Generation, Sequence[str]] = {}
         chains: list[tuple[Generation, Drafts]] = []
         for generation, plan, _ in self.host.ask(Seam.DRAFTS, step):
             if not isinstance(plan, DraftsPlan):
@@ -90,46 +110,65 @@ class Drafting:
             drafts = fit(plan, step, info.vocab_size)
             if isinstance(drafts, Misfit):
                 generation.guard.fail(drafts.kind, f"plan_drafts: {drafts.reason}")
-            elif not drafts.tokens.shape[1]:
-                continue
-            elif drafts.parents is None:
-                chains.append((generation, drafts))
-            elif not chains:
-                self._owners, self._last = dict.fromkeys(step.request_ids, generation), generation
-                return drafts
-        if len(chains) > 1:
-            drafts, owners = merged(chains)
-            self._owners = dict(zip(step.request_ids, owners, strict=True))
-            return drafts
+            elif drafts.tokens.shape[1]:
+                sources[generation] = plan.sources or (generation.name,) * len(request_ids)
+                if drafts.parents is None:
+                    chains.append((generation, drafts))
+                elif not chains:
+                    self._own(request_ids, [generation] * len(request_ids), sources)
+                    return drafts
         if not chains:
             return None
-        self._last, drafts = chains[0]
-        self._owners = dict.fromkeys(step.request_ids, self._last)
+        drafts, owners = merged(chains) if len(chains) > 1 else (chains[0][1], [chains[0][0]] * len(request_ids))
+        self._own(request_ids, owners, sources)
         return drafts
 
+    def _own(
+        self,
+        request_ids: Sequence[str],
+        owners: Sequence[Generation],
+        sources: Mapping[Generation, Sequence[str]],
+    ) -> None:
+        self._last = owners[0]
+        places = enumerate(zip(request_ids, owners, strict=True))
+        by = {request_id: sources[owner][place] for place, (request_id, owner) in places}
+        self.asked = Asked(self.asked.step, dict(zip(request_ids, owners, strict=True)), by)
+
     def verified(
-        self, request_ids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int], seconds: float = 0.0
+        self,
+        request_ids: Sequence[str],
+        drafted: Sequence[int],
+        accepted: Sequence[int],
+        seconds: float = 0.0,
+        asked: Asked | None = None,
     ) -> None:
         """How the drafts of a step fared, a number per request of that step; all 0 drafted is a plain decode.
 
         `seconds` from the verification before to this one; 0 where they say nothing about decoding: somebody was
-        prefilled in between, or nobody was there.
+        prefilled in between, or nobody was there. `asked` as it was when the step began; None: the newest.
         """
         try:
-            self._verified(request_ids, drafted, accepted, seconds)
+            self._verified(request_ids, drafted, accepted, seconds, asked or self.asked)
         except Exception as error:  # ours: a request must not pay for it
-            self._fail("verified", error)
+            self.failed("verified", error)
 
     def _verified(
-        self, request_ids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int], seconds: float
+        self,
+        request_ids: Sequence[str],
+        drafted: Sequence[int],
+        accepted: Sequence[int],
+        seconds: float,
+        asked: Asked,
     ) -> None:
-        self.acceptance.note(request_ids, drafted, accepted)
         found = [
-            self._owners.get(request_id, self._last) if tokens else None
+            asked.owners.get(request_id, self._last) if tokens else None
             for request_id, tokens in zip(request_ids, drafted, strict=True)
         ]
         owners = ["" if generation is None else generation.name for generation in found]
-        planned = {generation.name for generation in self._owners.values()}
+        names = zip(request_ids, owners, strict=True)
+        sources = [asked.sources.get(request_id, name or "unknown") for request_id, name in names]
+        self.acceptance.note(request_ids, drafted, accepted, sources)
+        planned = {generation.name for generation in asked.owners.values()}
         whose = {name for name in owners if name}
 
         def outcome(name: str) -> Outcome:
@@ -139,41 +178,50 @@ class Drafting:
                 reason = others or ("its drafts were not verified" if name in planned else "it drafted nothing")
             return Outcome(
                 seam=Seam.DRAFTS,
-                step=self._index,
+                step=asked.step,
                 applied=not reason,
                 reason=reason,
                 drafted=tuple(d if owner == name else 0 for d, owner in zip(drafted, owners, strict=True)),
                 accepted=tuple(a if owner == name else 0 for a, owner in zip(accepted, owners, strict=True)),
+                sources=tuple(source if owner == name else "" for source, owner in zip(sources, owners, strict=True)),
                 seconds=seconds if whose <= {name} else 0.0,
             )
 
         self.host.settle(Seam.DRAFTS, outcome)
-        for generation in {owner for owner in found if owner is not None}:
-            first = [right > 0 for owner, right in zip(found, accepted, strict=True) if owner is generation]
-            self._judge(generation, len(first), sum(first))
+        for generation, source, right in zip(found, sources, accepted, strict=True):
+            if generation is not None:
+                self._judge(generation, source, right > 0)
 
-    def _judge(self, generation: Generation, drafts: int, right: int) -> None:
-        """Let a plugin step aside whose drafts are of no use."""
+    def _judge(self, generation: Generation, source: str, is_right: bool) -> None:
+        """Let a plugin step aside whose drafts are of no use, even if only those of one source of its own are."""
         if generation.guard.tripped:
             return
-        trial = self._trials.setdefault(generation, [0, 0])
-        trial[0] += drafts
-        trial[1] += right
+        trials = self._trials.setdefault(generation, {})
+        trial = trials.setdefault(source, [0, 0])
+        trial[0] += 1
+        trial[1] += is_right
         if trial[0] < TRIAL:
             return
-        drafts, right = self._trials.pop(generation)
+        drafts, right = trials.pop(source)
         if right < USELESS * drafts:
-            log.error("drafts.stepped_aside", plugin=generation.name, accepted=right, drafts=drafts, reason=MEANING)
+            log.error(
+                "drafts.stepped_aside",
+                plugin=generation.name,
+                source=source,
+                accepted=right,
+                drafts=drafts,
+                reason=MEANING,
+            )
             agreed = f"the model agreed with the first token of {right} of {drafts} drafts"
             generation.guard.step_aside(f"{agreed}: {MEANING}")
 
     def dropped(self, reason: str) -> None:
         """A step and its drafts came to nothing, e.g. it was rolled back."""
         try:
-            self._owners = {}
-            self.host.settle(Seam.DRAFTS, Outcome(seam=Seam.DRAFTS, step=self._index, applied=False, reason=reason))
+            self.asked = Asked(self.asked.step)
+            self.host.settle(Seam.DRAFTS, Outcome(seam=Seam.DRAFTS, step=self.asked.step, applied=False, reason=reason))
         except Exception as error:  # ours: a request must not pay for it
-            self._fail("dropped", error)
+            self.failed("dropped", error)
 
     def finished(self, request_id: str) -> None:
         """A request is over, however it ended."""
@@ -192,9 +240,10 @@ class Drafting:
             **self.acceptance.report(),
         }
 
-    def _fail(self, verb: str, error: Exception) -> None:
-        if not self._broken:  # once: it would be told at every step
-            self._broken = True
+    def failed(self, verb: str, error: Exception) -> None:
+        """Our own code failed, here or in an adapter: this step goes without."""
+        if not self.broken:  # once: it would be told at every step
+            self.broken = True
             log.error("drafts.failed", verb=verb, reason=f"{type(error).__name__}: {error}", exc_info=error)
 
 

@@ -58,6 +58,7 @@ def _drafts() -> list[Step]:
             last_tokens=tensor([1] * requests, "int64"),
             max_tokens=most,
             max_nodes=nodes,
+            **({"context": lambda place, first: [3, 1, 2, 1][first:]} if most == 4 else {}),
         )
         for requests, most, nodes in ((2, 4, 4), (0, 4, 4), (1, 1, 1), (3, 4, 16), (2, 2, 64))
     ]

@@ -133,7 +133,11 @@ class FakeWorkers:
         ids = [request.id for request in batch]
         states = tensor([hidden(request) for request in batch], "float32")
         last = tensor([request.tokens[-1] for request in batch], "int64")
-        drafts, *_ = [drafting.propose(ids, states, last) for drafting in self.drafting]
+
+        def context(place: int, first: int) -> list[int]:
+            return [*[0] * batch[place].prompt, *batch[place].tokens][first:]
+
+        drafts, *_ = [drafting.propose(ids, states, last, context) for drafting in self.drafting]
         if drafts is None:
             return
         for request, row in zip(batch, drafts.tokens.tolist(), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from chunkllm_bridge.common.abi import DraftsPlan, DraftsStep
 if TYPE_CHECKING:
     import torch
 
+SOURCE = re.compile(r"[a-z][a-z0-9_]{0,31}")
 INTEGERS = ("torch.int64", "torch.int32", "torch.int16", "torch.int8", "torch.uint8")
 
 
@@ -39,6 +41,8 @@ def fit(plan: DraftsPlan, step: DraftsStep, vocab_size: int) -> Drafts | Misfit:
     if (found := str(tokens.dtype)) not in INTEGERS:
         return Misfit("malformed", f"tokens are {found.removeprefix('torch.')}, not int64")
     shape, rows = tuple(tokens.shape), len(step.request_ids)
+    if plan.sources is not None and (misfit := _sources_misfit(plan.sources, rows)):
+        return misfit
     if len(shape) != 2 or shape[0] != rows:
         return Misfit("malformed", f"tokens have the shape {shape}, not ({rows}, width)")
     if tokens.device != step.last_tokens.device:
@@ -76,6 +80,17 @@ def levels(parents: Sequence[int]) -> list[list[int]]:
     return [
         [node for node, depth in enumerate(depths) if depth == level] for level in range(max(depths, default=-1) + 1)
     ]
+
+
+def _sources_misfit(sources: object, rows: int) -> Misfit | None:
+    if type(sources) is not tuple or len(sources) != rows:
+        return Misfit("malformed", f"sources are not a tuple of {rows}, one per request")
+    for source in sources:
+        if type(source) is not str:  # its repr would be plugin code
+            return Misfit("malformed", f"a source is a {type(source).__name__}, not a name")
+        if not SOURCE.fullmatch(source):
+            return Misfit("malformed", f"the source {source[:33]!r} is no name: small letters, digits and _")
+    return None
 
 
 def _tree_misfit(parents: object, width: int, step: DraftsStep) -> Misfit | None:

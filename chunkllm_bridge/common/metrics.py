@@ -49,6 +49,8 @@ FAMILIES = (
     Family("spec_draft_tokens", "counter", (), "Draft tokens verified."),
     Family("spec_accepted_tokens", "counter", (), "Draft tokens that the model agreed with."),
     Family("spec_accepted_at", "counter", ("position",), "Drafts right up to this position, counted from 1."),
+    Family("spec_source_drafts", "counter", ("source",), "Drafts verified, by what drafted them."),
+    Family("spec_source_accepted_tokens", "counter", ("source",), "Accepted draft tokens, by what drafted them."),
     Family("spec_acceptance_length", "gauge", (), "Tokens per step with drafts, its own included, over a minute."),
     Family("spec_limit", "gauge", (), "Draft tokens on one path that may be verified now; 0: speculation is off."),
     Family("spec_width", "gauge", (), "Draft tokens per request in the last step that could have had drafts."),
@@ -101,6 +103,9 @@ def samples(status: Mapping[str, Any]) -> Iterator[Sample]:
         for name, key in SPEC_SERIES:
             yield name, {}, drafts[key]
         yield "spec_stepped_aside", {}, bool(drafts["stepped_aside"])
+        for source, count in drafts["sources"].items():
+            yield "spec_source_drafts", {"source": source}, count["drafts"]
+            yield "spec_source_accepted_tokens", {"source": source}, count["accepted"]
         for position, number in enumerate(drafts["accepted_at"], 1):
             yield "spec_accepted_at", {"position": str(position)}, number
 

@@ -26,7 +26,7 @@ class Recipe:
     """What decides the outcome, with the data and the machine's arithmetic."""
 
     steps: int
-    windows: int = 16  # per step
+    windows: int = 32  # per step
     rate: float = 1e-3
     decay: float = 0.05  # AdamW's
     hard: float = 0.3  # share of the teacher's best token in the target

@@ -9,12 +9,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from chunkllm_bridge.common.errors import ConfigError, Problem
-from chunkllm_bridge.heads import generate
+from chunkllm_bridge.heads import generate, invent
 from chunkllm_bridge.heads.generate import Asked
 from chunkllm_bridge.heads.prompts import Prompt, held_out, training
 
-DRAWN = 0.2  # share of the prompts answered at TEMPERATURE; all of them when the prompts are gone round again
+INVENTED = "invented.json"
+DRAWN = 0.2  # share of the prompts answered at TEMPERATURE
 TEMPERATURE = 0.7
 READ = 4  # known outputs in one forward pass
 
@@ -64,17 +67,36 @@ def _row(row: Any, tokenizer: Any, vocab: int) -> Asked:
     raise ValueError('a row is {"prompt": text}, {"messages": [...]} or {"p": [ids], "o": [ids]}, none of them empty')
 
 
-def to_ask(tokenizer: Any, first: Sequence[Asked], *, count: int, seed: int) -> list[Asked]:
-    """`count` prompts: those of files, then the built-in ones, shuffled, then both again at `TEMPERATURE`."""
+def prompts(
+    model: Any,
+    tokenizer: Any,
+    first: Sequence[Asked],
+    work: Path,
+    *,
+    count: int,
+    batch: int,
+    seed: int,
+    watch: Callable[[int], Callable[[int], None]],
+) -> list[Asked]:
+    """`count` prompts: those of files, the built-in ones, and as many as are missing made up by the model itself.
+
+    `DRAWN` of them are to be answered at `TEMPERATURE`, the others greedily. `watch` is told how many tokens will be
+    made up, and answers who hears of them. What was made up is kept in the work folder.
+    """
     own = [Asked(group=prompt.group, tokens=prompt.tokens(tokenizer)) for prompt in training(seed)]
-    pool = [*first, *own]
-    asked = []
+    pool = [*first, *own][:count]
+    if missing := count - len(pool):
+        file = work / INVENTED
+        if not file.exists():
+            heard = watch(missing * invent.LENGTH)
+            made = invent.invent(model, tokenizer, missing, batch=batch, seed=seed, step=heard)
+            partial = file.with_suffix(".partial")
+            partial.write_text(json.dumps([each.tokens for each in made]), encoding="utf-8")
+            partial.replace(file)
+        rows = json.loads(file.read_text(encoding="utf-8"))
+        pool += [Asked(group="invented", tokens=tokens) for tokens in rows]
     chance = random.Random(seed)
-    for index in range(count):
-        each = pool[index % len(pool)]
-        drawn = index >= len(pool) or chance.random() < DRAWN
-        asked.append(Asked(group=each.group, tokens=each.tokens, temperature=TEMPERATURE if drawn else 0.0))
-    return asked
+    return [attrs.evolve(each, temperature=TEMPERATURE if chance.random() < DRAWN else 0.0) for each in pool]
 
 
 def held(tokenizer: Any) -> list[Asked]:

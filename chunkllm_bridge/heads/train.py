@@ -121,21 +121,36 @@ def _gather(options: Options, device: str, folder: base.Folder, watch: Watch) ->
     model, tokenizer = base.whole(options.model, device)
     open_, known = gather.from_files(options.data, tokenizer, folder.config["vocab_size"])
     count = -(-options.tokens // options.length)
+    if not known and not count:
+        raise TrainError("nothing to train on: --tokens is 0 and no --data row has an output")
+
+    def watched(total: int) -> Callable[[int], None]:
+        heard = watch.stage("prompts made up", total)
+        return lambda tokens: heard(tokens, "")
+
+    asked = gather.prompts(
+        model,
+        tokenizer,
+        open_,
+        options.work,
+        count=count,
+        batch=options.batch,
+        seed=options.seed,
+        watch=watched,
+    )
     parts: dict[str, Sequence[Asked]] = {
         "held": gather.held(tokenizer),
         "read": known,
-        "said": gather.to_ask(tokenizer, open_, count=count, seed=options.seed),
+        "said": asked,
     }
-    if not known and not count:
-        raise TrainError("nothing to train on: --tokens is 0 and no --data row has an output")
     names = {"held": "held-out answers", "said": "answers to train on", "read": "hidden states of given answers"}
-    for part, asked in parts.items():
-        total = sum(len(each.output or range(options.length)) for each in asked)
+    for part, rows in parts.items():
+        total = sum(len(each.output or range(options.length)) for each in rows)
         heard = watch.stage(names[part], total)
         gather.gather(
             model,
             options.work,
-            {part: list(asked)},
+            {part: list(rows)},
             length=options.length,
             batch=options.batch,
             seed=options.seed,
@@ -197,12 +212,14 @@ def _train(options: Options, folder: base.Folder, watch: Watch) -> Training:
 def _facts(options: Options, training: Training) -> dict[str, Any]:
     import torch
 
+    paths = {"model", "data"}  # of this machine, and nobody else's business
+    plan = {key: value for key, value in options.plan().items() if key not in paths}
     return {
-        "recipe": {**options.plan(), **attrs.asdict(training.recipe)},
+        "recipe": {**plan, **attrs.asdict(training.recipe)},
         "data": {
             "tokens": len(training.data.tokens),
             "files": [path.name for path in options.data],
-            "prompts": "built in (chunkllm_bridge/heads/prompts.toml)" if options.tokens else "none",
+            "prompts": "built in (heads/prompts.toml), then made up by the model" if options.tokens else "none",
         },
         "made_with": {"chunkllm_bridge": __version__, "torch": torch.__version__},
         "acceptance": {},

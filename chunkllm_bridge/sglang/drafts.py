@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 from sglang.srt.utils.common import async_d2h
 
-from chunkllm_bridge.common.drafts import Drafting
+from chunkllm_bridge.common.drafts import Asked, Drafting
 from chunkllm_bridge.common.fitting import Drafts
-from chunkllm_bridge.common.log import get_logger
 from chunkllm_bridge.sglang.sampling import has_single, must_go_singly
-
-log = get_logger("sglang.drafts")
 
 
 def leave_room(scheduler: Any) -> None:
@@ -41,6 +38,8 @@ class Step:
     requests: Sequence[Any]
     drafted: torch.Tensor | None  # (requests,) int64 on the host, complete when the step's result is
     seconds: float  # since the decode before; 0.0: not comparable
+    asked: Asked
+    said: Mapping[str, list[int]]  # request -> its tokens of this step, where they can be read without waiting
 
 
 class DraftsBridge:
@@ -51,7 +50,6 @@ class DraftsBridge:
         self._leads = group.rank_in_group == 0
         self._steps: deque[Step] = deque()
         self._last: tuple[list[str], float] | None = None  # the decode before: its requests, and when it was done
-        self._complained = False
 
     def interrupt(self) -> None:
         """Something came between two decodes: the time from one to the next says nothing."""
@@ -77,7 +75,11 @@ class DraftsBridge:
         try:
             carried = batch.spec_info
             ids = [request.rid for request in batch.reqs]
-            drafts = self.drafting.propose(ids, carried.hidden_states, carried.bonus_tokens)
+
+            def context(place: int, first: int) -> list[int] | None:
+                return self._text(batch, place, first)
+
+            drafts = self.drafting.propose(ids, carried.hidden_states, carried.bonus_tokens, context)
         except Exception as error:  # a request must not pay for our mistake either
             self._complain(error)
             return None
@@ -110,7 +112,25 @@ class DraftsBridge:
         self._group.broadcast(tokens, src=0)
         return Drafts(tokens, drafts.parents)
 
-    def verifying(self, batch: Any, drafts: Drafts | None) -> None:
+    def _text(self, batch: Any, place: int, first: int) -> list[int] | None:
+        """A request's tokens from place `first` on, with those of steps whose results are not read yet.
+
+        None on a GPU where SGLang schedules ahead: they would have to be waited for.
+        """
+        request, newest = batch.reqs[place], batch.spec_info.bonus_tokens
+        if batch.enable_overlap and newest.device.type != "cpu":
+            return None
+        prompt, output = request.origin_input_ids, request.output_ids
+        ahead = [token for step in self._steps for token in step.said.get(request.rid, ())]
+        missing = int(batch.seq_lens[place]) + 1 - len(prompt) - len(output) - len(ahead)
+        if missing == 1:  # a prefill is not read yet
+            ahead.append(int(newest[place]))
+        elif missing:
+            return None
+        seen = first - len(prompt)
+        return [*prompt[first:], *output[max(0, seen) :], *ahead[max(0, seen - len(output)) :]]
+
+    def verifying(self, batch: Any, drafts: Drafts | None, result: Any) -> None:
         """A decode was made; its result is read later."""
         try:
             ids = [request.rid for request in batch.reqs]
@@ -119,7 +139,8 @@ class DraftsBridge:
             seconds = now - last[1] if same and last is not None else 0.0
             self._last = (ids, now)
             drafted = None if drafts is None else async_d2h((drafts.tokens >= 0).sum(1))
-            self._steps.append(Step(batch.reqs, drafted, seconds))
+            said = tokens_of(ids, result) if self._leads and batch.enable_overlap else {}
+            self._steps.append(Step(batch.reqs, drafted, seconds, self.drafting.asked, said))
         except Exception as error:
             self._complain(error)
 
@@ -139,7 +160,7 @@ class DraftsBridge:
                 tried.append(min(drafts, max(0, room)))
                 right.append(min(count, max(0, room)))
             if ids:
-                self.drafting.verified(ids, tried, right, step.seconds)
+                self.drafting.verified(ids, tried, right, step.seconds, step.asked)
         except Exception as error:
             self._steps.clear()
             self._complain(error)
@@ -152,6 +173,13 @@ class DraftsBridge:
 
     def _complain(self, error: Exception) -> None:
         self._last = None
-        if not self._complained:
-            self._complained = True
-            log.error("drafts.failed", reason=str(error), exc_info=error)
+        self.drafting.failed("step", error)
+
+
+def tokens_of(request_ids: Sequence[str], result: Any) -> dict[str, list[int]]:
+    """Each request's tokens of a step, where the device is the host."""
+    tokens, counts = result.next_token_ids, result.accept_lens
+    if tokens.device.type != "cpu":
+        return {}
+    rows = tokens.view(len(request_ids), -1).tolist()
+    return {name: row[:count] for name, row, count in zip(request_ids, rows, counts.tolist(), strict=True)}

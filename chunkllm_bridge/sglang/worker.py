@@ -95,7 +95,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         drafts = None if bridge is None else bridge.propose(batch, self.speculative_num_draft_tokens - 1)
         result = self._decode(batch, on_publish) if drafts is None else self._verify(batch, drafts, on_publish)
         if bridge is not None:
-            bridge.verifying(batch, drafts)
+            bridge.verifying(batch, drafts, result)
         return result
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:

@@ -14,11 +14,8 @@ from typing import Any
 import torch
 
 from chunkllm_bridge.common.drafts import Drafting
-from chunkllm_bridge.common.log import get_logger
 from chunkllm_bridge.patches import vllm as patches
 from chunkllm_bridge.vllm.sampling import wrap_expand, wrap_sample
-
-log = get_logger("vllm.drafts")
 
 METHOD = "custom_class"
 """What vLLM calls speculation with somebody else's drafts."""
@@ -58,7 +55,6 @@ class DraftsBridge:
         self._ranks = int(runner.parallel_config.tensor_parallel_size)
         self._clock = clock
         self._last: tuple[tuple[str, ...], float] | None = None  # a step that only decoded: its requests, and when
-        self._complained = False
         self._undo = contextlib.ExitStack()
 
     def install(self) -> None:
@@ -128,9 +124,7 @@ class DraftsBridge:
 
     def _complain(self, error: Exception) -> None:
         self._last = None
-        if not self._complained:
-            self._complained = True
-            log.error("drafts.failed", reason=str(error), exc_info=error)
+        self.drafting.failed("step", error)
 
     # ---- a step ----
 
@@ -192,12 +186,18 @@ class DraftsBridge:
             hidden = hidden[torch.tensor(chosen, device=hidden.device)]
         last_tokens = torch.tensor([sampled[index][-1] for index in takers], device=hidden.device)
         names = [ids[index] for index in takers]
+
+        def context(place: int, first: int) -> list[int]:
+            batch, index = self.runner.input_batch, takers[place]
+            found: list[int] = batch.token_ids_cpu[index, first : batch.num_tokens_no_spec[index]].tolist()
+            return found
+
         if self._ranks == 1:
-            drafts = self.drafting.propose(names, hidden, last_tokens)
+            drafts = self.drafting.propose(names, hidden, last_tokens, context)
         else:  # ranks draw the same random numbers as long as nobody draws on one of them alone
             devices = [] if hidden.device.type == "cpu" else [hidden.device]
             with torch.random.fork_rng(devices):
-                drafts = self.drafting.propose(names, hidden, last_tokens)
+                drafts = self.drafting.propose(names, hidden, last_tokens, context)
         if drafts is None or drafts.parents is not None:
             return None
         answer: list[list[int]] = [[] for _ in sampled]

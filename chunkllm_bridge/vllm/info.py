@@ -16,7 +16,8 @@ TESTED = ("0.32.0",)
 
 SEAMS = frozenset({Seam.BLOCKS, Seam.BATCHING, Seam.DRAFTS})
 """Seams that this adapter offers so far."""
-OFFERED = frozenset({"kv.quota", "batch.window", "spec.chain", "control", "metrics", "tp", "prefix_cache"})
+CHAIN, RAGGED = "spec.chain", "spec.ragged"
+OFFERED = frozenset({"kv.quota", "batch.window", CHAIN, RAGGED, "control", "metrics", "tp", "prefix_cache"})
 
 
 def version() -> str:
@@ -37,6 +38,8 @@ def capabilities(found: list[Probe] | None = None) -> frozenset[str]:
     """What can be offered here: a capability is there when every symbol it needs is."""
     found = probes() if found is None else found
     lost = {probe.capability for probe in found if not probe.usable}
+    if CHAIN in lost:
+        lost.add(RAGGED)
     seams = {f"seam.{seam.value}" for seam in SEAMS}
     return (OFFERED | seams) - lost
 

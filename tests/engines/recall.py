@@ -20,7 +20,7 @@ class Config:
 class Recall(Plugin):
     """Right rows of hidden states are the only way to right drafts: the nearest one that was read says what follows."""
 
-    spec = PluginSpec(name="recall", version="1.0", abi=(1, 1), seams={Seam.DRAFTS}, requires={"spec.chain"})
+    spec = PluginSpec(name="recall", version="1.0", abi=(1, 2), seams={Seam.DRAFTS}, requires={"spec.chain"})
     Config = Config
 
     # what a test turns, in its own process
@@ -29,6 +29,7 @@ class Recall(Plugin):
     fault: ClassVar[Any] = None  # called with the step instead of drafting
     outcomes: ClassVar[list[Any]] = []
     steps: ClassVar[list[Any]] = []
+    shown: ClassVar[dict[str, list[Any]] | None] = None  # request -> its text and newest token at each step
     states: ClassVar[torch.Tensor | None] = None  # (rows, hidden size)
     tokens: ClassVar[torch.Tensor | None] = None  # (rows, tokens that followed), -1 behind the end
     _read: ClassVar[dict[str, list[tuple[torch.Tensor, int]]]] = {}
@@ -74,6 +75,12 @@ class Recall(Plugin):
             for name, state, token in zip(step.request_ids, step.hidden_states, step.last_tokens.tolist(), strict=True):
                 Recall._read.setdefault(name, []).append((state.clone(), token))
             return None
+        if Recall.shown is not None:
+            for place, (name, token) in enumerate(zip(step.request_ids, step.last_tokens.tolist(), strict=True)):
+                text = list(step.context(place, 0))
+                firsts = (0, 1, len(text) - 1, len(text), len(text) + 5)
+                parts = [list(step.context(place, first)) for first in firsts]
+                Recall.shown.setdefault(name, []).append((text, token, parts == [text[first:] for first in firsts]))
         if Recall.fault is not None:
             return Recall.fault(step)
         if Recall.states is None:

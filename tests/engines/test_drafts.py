@@ -146,11 +146,11 @@ def engine(stock: Any, tiny_model: Path) -> Iterator[Any]:
 def recall(engine: Any) -> Iterator[Any]:
     """The plugin's class, which drafts without mistakes until a test turns something."""
     recall = sys.modules["recall_plugin"].Recall
-    recall.mistakes, recall.fault, recall.reading = 0.0, None, False
+    recall.mistakes, recall.fault, recall.reading, recall.shown = 0.0, None, False, None
     recall.outcomes.clear()
     recall.steps.clear()
     yield recall
-    recall.fault = None
+    recall.fault = recall.shown = None
     engine.chunkllm.set({"speculative.plugin": "none"})
     engine.chunkllm.set({"speculative.plugin": "recall", "speculative.tokens": WIDEST})
 
@@ -453,6 +453,31 @@ class TestWhileServing:
         assert 0.0 == told[0].seconds
         assert all(outcome.seconds > 0 for outcome in told[1:])
 
+    @pytest.mark.parametrize("cut", [False, True])
+    def test_the_texts_it_sees(self, engine, stock, recall, cut) -> None:
+        """At every step of every request its prompt and what it has said so far, whole or from any place on, while
+        drafts are in flight: with cached prefixes, prompts that are prefilled in chunks, and requests that a quota
+        preempts."""
+        recall.mistakes, recall.shown = 0.3, {}
+        before = engine.chunkllm.status()["kv"]
+        most, said = before["memory_ratio_max"], dict[str, list[int]]()
+        for step in steps(engine, JOBS, said):
+            if cut and step in (8, 14, 30):
+                blocks = {8: 5, 14: 2, 30: 60}[step]
+                engine.chunkllm.set({"kv_cache.memory_ratio": (blocks + 0.5) / (before["total"] + 1) * most})
+
+        assert cut == (before["preempted"] < engine.chunkllm.status()["kv"]["preempted"])
+        seen, shown = {name.partition("-")[0]: rows for name, rows in recall.shown.items()}, 0
+        for number, job in enumerate(JOBS):
+            prompt = engine.get_tokenizer()(job.prompt).input_ids
+            whole, lengths = [*prompt, *stock(job)], [len(text) for text, _, _ in seen.get(str(number), ())]
+            assert lengths == sorted(set(lengths))
+            assert job.sampling.max_tokens < 3 or len(prompt) + 1 == lengths[0]
+            for text, newest, in_parts in seen.get(str(number), ()):
+                assert (whole[: len(text)], whole[len(text) - 1], True) == (text, newest, in_parts)
+                shown += 1
+        assert shown > 40
+
     def test_the_status(self, engine, recall) -> None:
         """The rank's report and the engine's status say the same."""
         run(engine, JOBS[:2])
@@ -527,7 +552,7 @@ class TestBadDrafts:
         monkeypatch.setattr(bridge, "_room", lambda index, request_id: 1 / 0)
 
         assert [stock(job) for job in JOBS] == run(engine, JOBS)
-        assert bridge._complained
+        assert bridge.drafting.broken
 
 
 class TestModel:

@@ -221,7 +221,7 @@ class TestRefusals:
         install("older", plugin_source("older", "return None").replace("abi=(1, 0)", "abi=(0, 9)"))
         said = refuse(*bridged("plugins.older.priority=3"))
 
-        assert "older 1.0: built for ABI 0.9, this bridge speaks 1.1" in said
+        assert "older 1.0: built for ABI 0.9, this bridge speaks 1.2" in said
 
     def test_two_plugins_that_want_a_seam_alone(self, refuse, install) -> None:
         """Both are named (NVIDIA-NeMo/RL#4155)."""

@@ -57,7 +57,7 @@ def test_a_refusal_lists_every_reason() -> None:
     reasons = facts(abi=(99, 0), seams=(), surface="0123456789ab").incompatibilities()
 
     assert [
-        "built for ABI 99.0, this bridge speaks 1.1",
+        "built for ABI 99.0, this bridge speaks 1.2",
         f"built against ABI surface 0123456789ab, this bridge has {abi.SURFACE}",
         "names no seam (there are: attention, blocks, drafts, weights, batching)",
     ] == reasons

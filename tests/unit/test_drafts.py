@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from chunkllm_bridge import DraftsPlan, DraftsStep, Outcome, Plugin, PluginSpec, Preparation, Seam
+from chunkllm_bridge.common.acceptance import MOST_SOURCES
 from chunkllm_bridge.common.drafts import TRIAL, USELESS, Drafting, check_speculation
 from chunkllm_bridge.common.errors import ControlError
 from chunkllm_bridge.common.guard import MIN_CALLS
@@ -28,7 +29,7 @@ class Config:
 class Scripted(Plugin):
     """Answers as a test tells its class, and keeps what it is told."""
 
-    spec = PluginSpec(name="scripted", version="1", abi=(1, 1), seams={Seam.DRAFTS})
+    spec = PluginSpec(name="scripted", version="1", abi=(1, 2), seams={Seam.DRAFTS})
     Config = Config
     does: ClassVar[Callable[[DraftsStep], Any]]
     made: ClassVar[list[Any]]
@@ -106,6 +107,19 @@ class TestAsking:
         assert (("a", "b", "c"), 3, 3) == (step.request_ids, step.max_tokens, step.max_nodes)
         assert (hidden is step.hidden_states, last is step.last_tokens) == (True, True)
 
+    def test_the_plugin_sees_the_texts(self) -> None:
+        """As the adapter reads them; where it reads none, nobody's is known."""
+        one = drafter("one", ROWS)
+        drafting = seat(one)
+        texts = [[1, 2, 3], [4], [5, 6]]
+        states, last = torch.zeros(3, 8), torch.tensor([3, 4, 6])
+        drafting.propose(IDS, states, last, lambda place, first: texts[place][first:])
+        drafting.propose(IDS, states, last)
+
+        shown, hidden = one.made[0].steps
+        assert [[2, 3], [], [6]] == [shown.context(place, 1) for place in range(3)]
+        assert [None] * 3 == [hidden.context(place, 0) for place in range(3)]
+
     def test_ragged_drafts_come_back_in_order(self) -> None:
         assert ROWS == propose(seat(drafter("one", ROWS)))
 
@@ -131,6 +145,9 @@ class TestAsking:
             ([[1.0]] * 3, "malformed"),
             (lambda step: 1 / 0, "exception"),
             (lambda step: "abc", "malformed"),
+            (lambda step: DraftsPlan(tokens=torch.tensor(ROWS), sources=("text", "text")), "malformed"),
+            (lambda step: DraftsPlan(tokens=torch.tensor(ROWS), sources=("text", "Heads", "x y")), "malformed"),
+            (lambda step: DraftsPlan(tokens=torch.tensor(ROWS), sources=(1, 2, 3)), "malformed"),  # type: ignore[arg-type]
         ],
     )
     def test_what_cannot_be_used_is_counted_and_costs_nothing(self, does: Any, kind: str) -> None:
@@ -266,6 +283,83 @@ class TestVerified:
         assert 1 == sum(count for count, _ in report["finished"])
 
 
+def sourced(rows: list[list[int]], *sources: str) -> Callable[[DraftsStep], DraftsPlan]:
+    return lambda step: DraftsPlan(tokens=torch.tensor(rows), sources=sources)
+
+
+class TestSources:
+    def test_they_are_counted_apart(self) -> None:
+        """In the report by name, and for the plugin request by request; "" where no draft was verified."""
+        one = drafter("one", sourced(ROWS, "text", "heads", "text"))
+        drafting = seat(one)
+        propose(drafting)
+        drafting.verified(IDS, [2, 1, 0], [2, 0, 0])
+        propose(drafting)
+        drafting.verified(["c", "new", "b"], [2, 1, 1], [1, 0, 1])
+
+        assert [("text", "heads", ""), ("text", "one", "heads")] == [told.sources for told in one.made[0].outcomes]
+        assert {
+            "text": {"drafts": 2, "draft_tokens": 4, "accepted": 3},
+            "heads": {"drafts": 2, "draft_tokens": 2, "accepted": 1},
+            "one": {"drafts": 1, "draft_tokens": 1, "accepted": 0},
+        } == drafting.report()["sources"]
+
+    def test_without_names_it_is_the_plugin_s(self) -> None:
+        one = drafter("one", ROWS)
+        drafting = seat(one)
+        propose(drafting)
+        drafting.verified(IDS, [2, 1, 2], [0, 0, 0])
+
+        assert ("one", "one", "one") == told(one).sources
+        assert {"one"} == drafting.report()["sources"].keys()
+
+    def test_of_several_plugins(self) -> None:
+        """Each request's is that of the plugin whose draft it has; the others' are none of a plugin's business."""
+        one = drafter("one", sourced([[1, 2], [-1, 9], [5, 6]], "text", "heads", "heads"))
+        two = drafter("two", [[7, 7], [8, 8], [9, 9]])
+        drafting = seat(one, two)
+        propose(drafting)
+        drafting.verified(IDS, [2, 2, 2], [1, 2, 0])
+
+        assert (("text", "", "heads"), ("", "two", "")) == (told(one).sources, told(two).sources)
+        assert {"text", "heads", "two"} == drafting.report()["sources"].keys()
+
+    def test_of_a_tree(self) -> None:
+        def tree(step: DraftsStep) -> DraftsPlan:
+            return DraftsPlan(tokens=torch.tensor([[1, 2]] * 3), parents=(-1, -1), sources=("far", "near", "far"))
+
+        one = drafter("tree", tree)
+        one.draft_nodes = lambda self, tokens: 9  # type: ignore[method-assign]
+        drafting = seat(one)
+        propose(drafting)
+        drafting.verified(IDS, [2, 2, 2], [1, 0, 1])
+
+        assert ("far", "near", "far") == told(one).sources
+
+    def test_names_without_end(self) -> None:
+        """They cost a few label values, and no draft."""
+        names = iter(range(10**9))
+        one = drafter("one", lambda step: sourced(ROWS, *(f"s{next(names)}" for _ in IDS))(step))
+        drafting = seat(one)
+        for _ in range(20):
+            assert ROWS == propose(drafting)
+            drafting.verified(IDS, [2, 1, 2], [1, 1, 1])
+        found = drafting.report()["sources"]
+
+        assert MOST_SOURCES + 1 == len(found)
+        assert (60, 60 - MOST_SOURCES) == (sum(each["drafts"] for each in found.values()), found["other"]["drafts"])
+
+    def test_a_step_that_came_to_nothing(self) -> None:
+        """Its sources are forgotten with its drafts."""
+        one = drafter("one", sourced(ROWS, "text", "text", "text"))
+        drafting = seat(one)
+        propose(drafting)
+        drafting.dropped("the step was rolled back")
+        drafting.verified(["a"], [1], [1])
+
+        assert ("one",) == told(one).sources
+
+
 class TestLimit:
     def test_it_moves_while_serving_and_nothing_is_loaded_anew(self) -> None:
         one = drafter("one", ROWS)
@@ -354,6 +448,22 @@ class TestUseless:
             )
             assert drafting.report()["stepped_aside"].startswith(said)
             assert ("stepped aside", {}) == (row(drafting, "one")["state"], row(drafting, "one")["failures"])
+
+    @pytest.mark.parametrize(("heads", "text", "aside"), [(0, 1, True), (1, 0, True), (1, 1, False)])
+    def test_right_drafts_do_not_cover_for_useless_ones(
+        self, heads: int, text: int, aside: bool, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Each source is judged by its own drafts, and the log names it: copies that are right say nothing of heads."""
+        drafting = seat(drafter("one", sourced([[1], [2], [3]], "heads", "text", "text")))
+        with caplog.at_level(logging.ERROR, "chunkllm"):
+            for _ in range(TRIAL):
+                propose(drafting)
+                drafting.verified(IDS, [1, 1, 1], [heads, text, text])
+
+        assert aside == (drafting.limit == 0)
+        if aside:
+            assert f"the model agreed with the first token of 0 of {TRIAL} drafts" in drafting.report()["stepped_aside"]
+            assert ("heads" if text else "text") in caplog.text
 
     def test_it_is_asked_again_and_again(self) -> None:
         """A good beginning is no licence."""

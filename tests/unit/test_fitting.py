@@ -117,6 +117,46 @@ def test_what_cannot_be_verified_says_why(tokens: Any, parents: Any, step: Draft
     assert misfit == f"{found.kind}: {found.reason}"
 
 
+@pytest.mark.parametrize("sources", [None, ("text", "heads"), ("a" * 32, "n_gram2")])
+def test_sources_are_names(sources: Any) -> None:
+    """One per request, or none at all; the drafts are as without."""
+    assert ([[1], [2]], None) == fitted(DraftsPlan(tokens=rows([1], [2]), sources=sources))
+
+
+class Name(str):
+    """Code of the plugin's own in a name."""
+
+
+class Loud:
+    def __repr__(self) -> str:
+        raise RuntimeError("this is plugin code")
+
+
+@pytest.mark.parametrize(
+    ("sources", "misfit"),
+    [
+        ((), "sources are not a tuple of 2, one per request"),
+        (("text",), "sources are not a tuple of 2, one per request"),
+        (("text",) * 3, "sources are not a tuple of 2, one per request"),
+        (["text", "text"], "sources are not a tuple of 2, one per request"),
+        ("ab", "sources are not a tuple of 2, one per request"),
+        (("text", "Text"), "the source 'Text' is no name: small letters, digits and _"),
+        (("", "text"), "the source '' is no name: small letters, digits and _"),
+        (("text\n", "text"), "the source 'text\\n' is no name: small letters, digits and _"),
+        (("text", "a" * 33), f"the source '{'a' * 33}' is no name: small letters, digits and _"),
+        (("a" * 10**6, "text"), f"the source '{'a' * 33}' is no name: small letters, digits and _"),
+        (("text", None), "a source is a NoneType, not a name"),
+        (("text", Name("text")), "a source is a Name, not a name"),
+        (("text", Loud()), "a source is a Loud, not a name"),
+    ],
+)
+def test_sources_that_are_no_names_say_why(sources: Any, misfit: str) -> None:
+    """They become label values; what a plugin made of them is not called."""
+    found = fit(DraftsPlan(tokens=rows([1], [2]), sources=sources), STEP, VOCAB)
+
+    assert Misfit("malformed", misfit) == found
+
+
 def test_levels_are_by_depth() -> None:
     assert [[0, 2], [1, 3], [4]] == levels((-1, 0, -1, 0, 3))
     assert [] == levels(())

@@ -244,7 +244,7 @@ def test_shifted_heads_load(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_shipped_heads_are_whole() -> None:
-    """Five sequential heads in at most 12 MB, finite, with the recipe and the acceptance measured in the header."""
+    """Five sequential heads in at most 13 MB, finite, with the recipe and the acceptance measured in the header."""
     from chunkllm_bridge.plugins.medusa.plugin import SHIPPED
 
     (path,) = SHIPPED.glob("*.safetensors")
@@ -254,5 +254,5 @@ def test_the_shipped_heads_are_whole() -> None:
     assert ("sequential", "5", 64) == (metadata["kind"], metadata["heads"], len(metadata["base_fingerprint"]))
     assert {"recipe", "data", "acceptance"} <= facts.keys()
     assert facts["acceptance"]["all"]["tokens_per_step"] > 1.5
-    assert path.stat().st_size <= 12_000_000
+    assert path.stat().st_size <= 13_000_000
     assert [] == formats.not_finite(tensors)

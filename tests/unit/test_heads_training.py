@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from chunkllm_bridge import cli  # noqa: E402
-from chunkllm_bridge.heads import prompts  # noqa: E402
+from chunkllm_bridge.heads import base, gather, generate, invent, prompts  # noqa: E402
 from chunkllm_bridge.heads.base import Folder  # noqa: E402
 from chunkllm_bridge.heads.train import Options, TrainError, run  # noqa: E402
 from chunkllm_bridge.plugins.medusa import formats  # noqa: E402
@@ -102,6 +102,33 @@ def test_given_outputs_are_trained_on(folder: Path, tmp_path: Path) -> None:
     facts = run(options(folder, tmp_path / "h.safetensors", data=(file,), tokens=0, steps=2), Quiet())
 
     assert 35 == facts["data"]["tokens"]
+
+
+def test_beyond_the_built_in_prompts_the_model_makes_some_up(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Users' turns, each closed as the chat template closes them, no two alike; what was made up once is kept."""
+    monkeypatch.setattr(gather, "training", lambda seed: prompts.training(seed)[:3])
+    model, tokenizer = base.whole(folder, "cpu")
+    asked: list[int] = []
+
+    def watch(total: int) -> Callable[[int], None]:
+        asked.append(total)
+        return lambda tokens: None
+
+    def made() -> list[generate.Asked]:
+        many = {"count": 60, "batch": 20, "seed": 1, "watch": watch}
+        return gather.prompts(model, tokenizer, [], tmp_path, **many)  # type: ignore[arg-type]
+
+    first, again = made(), made()
+    own = [each for each in first if each.group == "invented"]
+    turns = [tokenizer.decode(each.tokens) for each in own]
+    closed = [text for text in turns if text.endswith("<|im_end|>\n<|im_start|>assistant\n")]
+
+    assert first == again
+    assert [57 * invent.LENGTH] == asked
+    assert (57, 57) == (len(own), len(set(turns)))
+    assert len(closed) > 40  # the others are raw text
 
 
 @pytest.fixture

@@ -174,7 +174,7 @@ class TestRefusals:
         )
 
         text = "\n".join(reasons)
-        assert "old 1: built for ABI 9.0, this bridge speaks 1.1" in text
+        assert "old 1: built for ABI 9.0, this bridge speaks 1.2" in text
         assert "needy: requires teleport; fake 1 offers attn.switch, batch.window" in text
         assert "gpu: needs an accelerator and there is none" in text
         assert "needy: fake 1 offers no seam batching yet" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from tests.support import fake_heads
 TREE = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 INFO = attrs.evolve(FakeEngine().info, draft_tokens=4, draft_nodes=4)
 TREES = attrs.evolve(INFO, draft_nodes=6)
+RAGGED = attrs.evolve(INFO, capabilities=INFO.capabilities | {"spec.ragged"})
+TEXTS = ([1, 2, 3, 4, 1, 2], None, [5, 6, 7])  # one that repeats, one not read yet, one that is new
 
 
 @pytest.fixture
@@ -40,17 +43,31 @@ def prepared(config: Config, info: EngineInfo = INFO, ledger: Ledger | None = No
     return plugin
 
 
-def step(requests: int = 2, most: int = 4, nodes: int = 4) -> DraftsStep:
+def step(requests: int = 2, most: int = 4, nodes: int = 4, *, texts: Sequence[list[int] | None] = ()) -> DraftsStep:
+    """`texts`: of each request; None where they are not read yet."""
     hidden = torch.randn(requests, HIDDEN, generator=torch.Generator().manual_seed(1))
     ids = tuple(f"r{number}" for number in range(requests))
     last = torch.arange(requests) * 15
+    for number, text in enumerate(texts):
+        last[number] = text[-1] if text else 7
+
+    def context(place: int, first: int) -> list[int] | None:
+        text = texts[place]
+        return None if text is None else text[first:]
+
     return DraftsStep(
-        index=1, request_ids=ids, hidden_states=hidden, last_tokens=last, max_tokens=most, max_nodes=nodes
+        index=1,
+        request_ids=ids,
+        hidden_states=hidden,
+        last_tokens=last,
+        max_tokens=most,
+        max_nodes=nodes,
+        **({"context": context} if texts else {}),
     )
 
 
-def drafted(plugin: Medusa, *given: int) -> DraftsPlan:
-    plan = plugin.plan_drafts(step(*given))
+def drafted(plugin: Medusa, *given: int, texts: Sequence[list[int] | None] = ()) -> DraftsPlan:
+    plan = plugin.plan_drafts(step(*given, texts=texts))
     assert plan is not None
     return plan
 
@@ -223,6 +240,107 @@ def test_it_drafts_less_where_that_is_faster(heads: str, adaptive: bool, depths:
     assert depths == set(found[-1:])
 
 
+def secret(place: int, first: int) -> list[int]:
+    raise AssertionError("nobody's text is to be asked for")
+
+
+def plain(heads: str, *given: int, texts: Sequence[list[int] | None] = ()) -> torch.Tensor:
+    """What the heads alone draft."""
+    return drafted(prepared(Config(heads=heads, lookup=False)), *given, texts=texts).tokens
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize("info", [INFO, RAGGED])
+def test_copies_where_the_text_repeats(heads: str, info: EngineInfo, adaptive: bool) -> None:
+    """And the heads' drafts for the others, as if there were no copies; each is counted as what it is."""
+    plan = drafted(prepared(Config(heads=heads, adaptive=adaptive), info), 3, texts=TEXTS)
+
+    assert [3, 4, 1, 2] == plan.tokens[0].tolist()
+    assert torch.equal(plain(heads, 3, texts=TEXTS)[1:], plan.tokens[1:])
+    assert (("text", "heads", "heads"), None, torch.int64) == (plan.sources, plan.parents, plan.tokens.dtype)
+
+
+def test_copies_are_no_longer_than_the_step_allows(heads: str) -> None:
+    plan = drafted(prepared(Config(heads=heads), RAGGED), 3, 2, 2, texts=TEXTS)
+
+    assert ([3, 4], (3, 2)) == (plan.tokens[0].tolist(), tuple(plan.tokens.shape))
+
+
+def test_no_text_repeats(heads: str) -> None:
+    """The heads draft for all of them; where texts are not shown at all, too."""
+    for texts in ((None, [5, 6, 7]), (None, None), ()):
+        plan = drafted(prepared(Config(heads=heads)), 2, texts=texts)
+
+        assert torch.equal(plain(heads, 2, texts=texts), plan.tokens)
+        assert ("heads", "heads") == plan.sources
+
+
+def test_every_text_repeats(heads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies cost no pass over the heads."""
+    plugin = prepared(Config(heads=heads))
+    monkeypatch.setattr(type(plugin._heads), "chain", lambda *args: 1 / 0)
+    plan = drafted(plugin, 2, texts=(TEXTS[0], [8, 9, 8, 9]))
+
+    assert ([[3, 4, 1, 2], [8, 9, 8, 9]], ("text", "text")) == (plan.tokens.tolist(), plan.sources)
+
+
+def test_copies_follow_a_request(heads: str) -> None:
+    """Over the steps of one, and over batches in which it stands elsewhere."""
+    plugin = prepared(Config(heads=heads))
+    drafted(plugin, 1, texts=TEXTS[:1])
+    later = attrs.evolve(step(2, texts=([5, 6, 7], [*(TEXTS[0] or ()), 3])), request_ids=("r9", "r0"))
+    plan = plugin.plan_drafts(later)
+
+    assert plan is not None
+    assert ([4, 1, 2, 3], ("heads", "text")) == (plan.tokens[1].tolist(), plan.sources)
+
+
+def test_lookup_off(heads: str) -> None:
+    """Nobody's text is asked for, and nothing is told apart."""
+    plugin = prepared(Config(heads=heads, lookup=False), RAGGED)
+    blind = attrs.evolve(step(3), context=secret)
+    plan = plugin.plan_drafts(blind)
+
+    assert plan is not None
+    assert (None, (3, 4)) == (plan.sources, tuple(plan.tokens.shape))
+
+
+def test_a_tree_goes_without_copies(heads: str) -> None:
+    """They are chains. Where the engine verifies chains, there are copies."""
+    plugin = prepared(Config(heads=heads, tree=TREE), TREES)
+    blind = attrs.evolve(step(3, 4, 6), context=secret)
+    plan = plugin.plan_drafts(blind)
+
+    assert plan is not None
+    assert ((-1, -1, 0, 0, 1, 2), None) == (plan.parents, plan.sources)
+    chain = drafted(prepared(Config(heads=heads, tree=TREE)), 3, texts=TEXTS)
+    assert (None, ("text", "heads", "heads")) == (chain.parents, chain.sources)
+
+
+def test_copies_alone_where_heads_cost_too_much(heads: str) -> None:
+    """On an engine that verifies what is drafted: the others decode plainly, and their rows are empty."""
+    plugin = prepared(Config(heads=heads), RAGGED)
+    for _ in range(600):
+        plan = plugin.plan_drafts(step(3, texts=TEXTS))
+        rows = [] if plan is None else plan.tokens.tolist()
+        sources = ("", "", "") if plan is None or plan.sources is None else plan.sources
+        counts = tuple(sum(token >= 0 for token in row) for row in rows or [[]] * 3)
+        outcome = Outcome(
+            seam=Seam.DRAFTS,
+            step=1,
+            applied=True,
+            drafted=counts,
+            accepted=tuple(count * (source == "text") for count, source in zip(counts, sources, strict=True)),
+            sources=tuple(source if count else "" for count, source in zip(counts, sources, strict=True)),
+            seconds=0.01 + 0.0001 * sum(counts) + 0.05 * (counts[1] > 0),
+        )
+        plugin.settle(outcome)
+
+    assert [[3, 4, 1, 2], [-1] * 4, [-1] * 4] == rows
+    assert "text" == sources[0]
+    assert 1 / 3 == pytest.approx(plugin.snapshot()["shares"]["hits"], abs=0.05)
+
+
 def served(bridge: FakeBridge) -> dict[str, list[int]]:
     for number in range(6):
         bridge.engine.add(prompt=4 + number, max_tokens=20)
@@ -242,5 +360,15 @@ def test_at_work(heads: str, tree: Any) -> None:
         assert stock.run() == served(bridge)
         speculation = bridge.status()["speculation"]
 
-    assert 0 < speculation["drafts"]
+    assert 0 < speculation["drafts"] == sum(count["drafts"] for count in speculation["sources"].values())
+    assert ({"medusa"} if tree else {"heads", "text"}) >= speculation["sources"].keys()
     assert (4, 4, 4 if tree is None else 6) == tuple(speculation[key] for key in ("limit", "launched", "nodes"))
+
+
+def test_the_operator_turns_copies_off(heads: str) -> None:
+    """`plugins.medusa.lookup`: the heads alone draft, and what is drafted is the plugin's."""
+    settings = {"speculative.plugin": "medusa", "plugins.medusa.heads": heads, "plugins.medusa.lookup": False}
+    with attach(FakeEngine(), settings, Medusa) as bridge:
+        served(bridge)
+
+        assert {"medusa"} == bridge.status()["speculation"]["sources"].keys()

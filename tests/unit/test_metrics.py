@@ -164,6 +164,10 @@ class TestSpeculation:
         "drafts": 10,
         "draft_tokens": 30,
         "accepted": 12,
+        "sources": {
+            "heads": {"drafts": 6, "draft_tokens": 18, "accepted": 3},
+            "text": {"drafts": 4, "draft_tokens": 12, "accepted": 9},
+        },
         "accepted_at": [8, 4],
         "acceptance_length": 2.2,
         "acceptance_length_total": 2.1,
@@ -183,6 +187,17 @@ class TestSpeculation:
         assert (9, 5, 1) == tuple(read(registry, "spec_accepted_at_total", position=at) for at in "123")
         gauges = ("spec_acceptance_length", "spec_limit", "spec_width", "spec_stepped_aside")
         assert (2.2, 0, 3, 1) == tuple(read(registry, name) for name in gauges)
+
+    def test_sources_have_series_of_their_own(self, registry: CollectorRegistry, bridge: FakeBridge) -> None:
+        """By name; one that comes later gets its series then."""
+        exporter = Exporter(registry)
+        exporter.publish(samples({**bridge.status(), "speculation": self.DRAFTS}), "0")
+        more = {"heads": {"drafts": 7, "draft_tokens": 9, "accepted": 4}, "tail": {"drafts": 2, "accepted": 1}}
+        exporter.publish(samples({**bridge.status(), "speculation": {**self.DRAFTS, "sources": more}}), "0")
+
+        names = ("spec_source_drafts_total", "spec_source_accepted_tokens_total")
+        found = [tuple(read(registry, name, source=source) for name in names) for source in ("heads", "text", "tail")]
+        assert [(7, 4), (4, 9), (2, 1)] == found
 
     def test_every_series_is_declared(self, bridge: FakeBridge) -> None:
         families = {family.name: family for family in FAMILIES}

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from chunkllm_bridge import DraftsPlan, DraftsStep, EngineInfo, Model, Outcome, Plugin, PluginSpec, Preparation, Seam
+from chunkllm_bridge.plugins.medusa.levels import chains, trees
+from chunkllm_bridge.plugins.medusa.lookup import SOURCE, Lookup
 from chunkllm_bridge.plugins.medusa.pace import Pace
 from chunkllm_bridge.plugins.medusa.tree import Tree
 
 if TYPE_CHECKING:
     from chunkllm_bridge.plugins.medusa.heads import Heads
 
+HEADS = "heads"  # what drafts of theirs are counted as, where there are copies beside them
 SHIPPED = Path(__file__).with_name("shipped")
 
 
@@ -32,6 +35,7 @@ class Config:
         default=None, validator=attrs.validators.optional(attrs.validators.min_len(1))
     )
     tree: tuple[tuple[int, ...], ...] | None = None  # Medusa's choices: paths of ranks, one per node; None: a chain
+    lookup: bool = True  # where a request's newest tokens stood in its text before, draft what followed them there
     adaptive: bool = True  # draft fewer where measured step times say that it pays; False: always as many as allowed
 
     def __attrs_post_init__(self) -> None:
@@ -43,10 +47,10 @@ class Medusa(Plugin):
     spec = PluginSpec(
         name="medusa",
         version="1.0",
-        abi=(1, 1),
+        abi=(1, 2),
         seams={Seam.DRAFTS},
         requires={"spec.chain"},
-        optional={"spec.tree"},
+        optional={"spec.tree", "spec.ragged"},
         summary="drafts tokens with Medusa heads, as a chain or a tree; drafts less under load",
     )
     Config = Config
@@ -55,6 +59,8 @@ class Medusa(Plugin):
         super().__init__(config)
         self._heads: Heads | None = None
         self._trees: list[Tree | None] = []  # by depth, from 0; empty: chains
+        self._lookup: Lookup | None = None
+        self._most = 0
         self._pace: Pace | None = None
         self._memory: Any = None
 
@@ -92,27 +98,41 @@ class Medusa(Plugin):
             depths = range(1, min(most, shape.depth) + 1)
             fitting = [tree for tree in (pruned(shape, depth) for depth in depths) if fits(tree, info.draft_nodes)]
             self._trees = [None, *fitting] if fitting else []
-        costs = [0, *(len(tree.parents) for tree in self._trees if tree)] if self._trees else range(most + 1)
-        self._pace = Pace(costs) if self.config.adaptive else None
+        self._lookup = Lookup() if self.config.lookup and not self._trees else None
+        ragged = "spec.ragged" in info.capabilities
+        if self._trees:
+            levels = trees([len(tree.parents) for tree in self._trees if tree])
+        else:
+            levels = chains(most, copies=self._lookup is not None, ragged=ragged)
+        self._most, self._all = levels[-1].drafted, levels[-1]
+        self._pace = Pace(levels, ragged=ragged) if self.config.adaptive else None
         self._heads = heads
 
     def plan_drafts(self, step: DraftsStep) -> DraftsPlan | None:
         heads, requests = self._heads, len(step.request_ids)
         if heads is None or not requests:
             return None
-        trees = self._trees if step.max_nodes > step.max_tokens else []
-        most = min(step.max_tokens, len(trees) - 1 if trees else heads.count)
-        depth = most if self._pace is None else self._pace.depth(requests, min(most, self._pace.most))
-        if depth < 1:
-            return None
-        tree = trees[depth] if trees else None
+        chain = step.max_nodes <= step.max_tokens  # that is all the engine verifies now
+        most = min(step.max_tokens, heads.count if chain else self._most)
+        level = self._all.within(most) if self._pace is None else self._pace.level(requests, most, step.index)
+        depth = min(level.drafted, most)
+        tree = self._trees[depth] if self._trees and not chain else None
         if tree is not None and fits(tree, step.max_nodes):
             return DraftsPlan(tokens=heads.tree(step.hidden_states, step.last_tokens, tree), parents=tree.parents)
-        return DraftsPlan(tokens=heads.chain(step.hidden_states, step.last_tokens, depth))
+        copies = None
+        if self._lookup is not None and level.copied:
+            copies = self._lookup.draft(step.request_ids, step.last_tokens.tolist, step.context, level.copied)
+        if copies is None or not any(copies):
+            if depth < 1:
+                return None
+            sources = None if copies is None else (HEADS,) * requests
+            return DraftsPlan(tokens=heads.chain(step.hidden_states, step.last_tokens, depth), sources=sources)
+        return mixed(step, heads, copies, depth)
 
     def settle(self, outcome: Outcome) -> None:
         if self._pace is not None:
-            self._pace.settle(outcome.drafted, outcome.accepted, outcome.seconds)
+            copied = None if self._lookup is None else [source == SOURCE for source in outcome.sources]
+            self._pace.settle(outcome.drafted, outcome.accepted, outcome.seconds, copied, outcome.step)
 
     def snapshot(self) -> Mapping[str, Any]:
         return {} if self._pace is None else self._pace.snapshot()
@@ -141,6 +161,17 @@ class Medusa(Plugin):
                 "file in plugins.medusa.heads"
             ]
         )
+
+
+def mixed(step: DraftsStep, heads: Heads, copies: Sequence[Sequence[int]], depth: int) -> DraftsPlan:
+    """Copies where there are any; the heads' drafts for the others."""
+    others = [row for row, copy in enumerate(copies) if not copy]
+    width = max(depth if others else 0, *(len(copy) for copy in copies))
+    rows = [[*copy, *[-1] * (width - len(copy))] for copy in copies]
+    tokens = step.last_tokens.new_tensor(rows)
+    if others and depth:
+        tokens[others, :depth] = heads.chain(step.hidden_states[others], step.last_tokens[others], depth)
+    return DraftsPlan(tokens=tokens, sources=tuple(SOURCE if copy else HEADS for copy in copies))
 
 
 def pruned(tree: Tree, depth: int) -> Tree:

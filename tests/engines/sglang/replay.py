@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from pathlib import Path
@@ -21,13 +22,14 @@ class Config:
     mistakes: float = 0.0  # of the drafts, have a wrong token somewhere
     branches: int = 0  # wrong brothers of every draft: a tree
     fault: str = ""  # how it misbehaves
+    watch: str = ""  # a file that takes each request's text and newest token at each step
 
 
 class Replay(Plugin):
     """Right rows of hidden states are the only way to right drafts: the nearest one remembered says what follows."""
 
     spec = PluginSpec(
-        name="replay", version="1.0", abi=(1, 1), seams={Seam.DRAFTS}, requires={"spec.chain"}, optional={"spec.tree"}
+        name="replay", version="1.0", abi=(1, 2), seams={Seam.DRAFTS}, requires={"spec.chain"}, optional={"spec.tree"}
     )
     Config = Config
 
@@ -44,6 +46,8 @@ class Replay(Plugin):
     def plan_drafts(self, step: Any) -> DraftsPlan | None:
         if self.config.fault:
             return faulty(self.config.fault, step)
+        if self.config.watch:
+            write_down(Path(self.config.watch), step)
         nearest = torch.cdist(step.hidden_states.float(), self.states).argmin(dim=1)
         tokens = self.tokens[nearest][:, : step.max_tokens].clone()
         for row in tokens:
@@ -92,6 +96,16 @@ def faulty(kind: str, step: Any) -> Any:
     if kind == "tree":
         return DraftsPlan(tokens=torch.zeros(rows, 2, dtype=torch.int64), parents=(1, 0))
     return kind
+
+
+def write_down(file: Path, step: Any) -> None:
+    """Of every request the text that is shown (None where it is not), its newest token, and whether parts agree."""
+    with file.open("a") as out:
+        for place, (name, token) in enumerate(zip(step.request_ids, step.last_tokens.tolist(), strict=True)):
+            text = step.context(place, 0)
+            firsts = () if text is None else (0, 1, len(text) - 1, len(text), len(text) + 5)
+            in_parts = all(list(step.context(place, first)) == list(text[first:]) for first in firsts)
+            print(json.dumps([name, None if text is None else list(text), token, in_parts]), file=out)
 
 
 def remember(model: Path, texts: list[tuple[list[int], list[int]]], file: Path) -> None:

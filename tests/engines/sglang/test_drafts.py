@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import json
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -136,7 +138,7 @@ def engine(started, memory) -> Iterator[Any]:
 def chains(engine) -> Iterator[Any]:
     """The same engine with chains, all tokens and the whole pool, whatever a test before left behind."""
     total = engine.chunkllm.status()
-    ours = {"branches": 0, "mistakes": 0.6, "fault": ""}
+    ours = {"branches": 0, "mistakes": 0.6, "fault": "", "watch": ""}
     values = {f"plugins.replay.{name}": value for name, value in ours.items()}
     engine.chunkllm.set({"speculative.plugin": "replay", "speculative.tokens": TOKENS, **values})
     engine.chunkllm.set({"kv_cache.memory_ratio": ratio(total, PAGES)})
@@ -262,6 +264,35 @@ class TestTokens:
         assert accepted == sum(after["accepted_at"]) - sum(before["accepted_at"])
         assert accepted / drafts > 4
 
+    def test_the_texts_that_the_plugin_sees(self, chains, stock, tmp_path) -> None:
+        """At every step of every request its prompt and what it has said so far, whole or from any place on, while
+        drafts are in flight and the schedule runs ahead: with cached prefixes and prompts that are prefilled in chunks,
+        and with whatever happens while it serves, preemptions too."""
+        quiet, wild = tmp_path / "quiet", tmp_path / "wild"
+        chains.chunkllm.set({"plugins.replay.watch": str(quiet)})
+        asked = [
+            {"prompt": prompt, "sampling_params": sampling, "rid": f"request-{number}-quiet"}
+            for number, (prompt, sampling) in enumerate(zip(prompts(16), SAMPLING, strict=True))
+        ]
+        assert stock.greedy == [answer[0] for answer in ask(chains, asked)]
+        before = chains.chunkllm.status()["kv"]["preempted"]
+        chains.chunkllm.set({"plugins.replay.watch": str(wild)})
+        disturbed(chains, stock, steps=20)
+
+        assert before < chains.chunkllm.status()["kv"]["preempted"]
+        seen: dict[str, list[int]] = {}
+        for name, text, newest, in_parts in [*written(quiet), *written(wild)]:
+            number = int(name.split("-")[1]) % 16
+            prompt = chains.tokenizer_manager.tokenizer(prompts(16)[number]).input_ids
+            whole = [*prompt, *stock.greedy[number]]
+            # scheduled ahead, one that is over is drafted for once more
+            assert (whole[: len(text)], text[-1], True) == (text[: len(whole)], newest, in_parts)
+            assert len(text) > seen.setdefault(name, [len(prompt)])[-1]
+            seen[name].append(len(text))
+        assert 16 == sum(name.endswith("quiet") for name in seen) < len(seen)
+        assert all(lengths[1] == lengths[0] + 1 for name, lengths in seen.items() if name.endswith("quiet"))
+        assert 2 < max(late - early for lengths in seen.values() for early, late in itertools.pairwise(lengths))
+
     def test_off_and_on_while_it_serves(self, chains, stock) -> None:
         """Off: plain decodes, nothing is counted. On again: drafts are."""
         chains.chunkllm.set({"speculative.plugin": "none"})
@@ -362,24 +393,39 @@ def disturbed(engine: Any, stock: Stock, *, steps: int) -> None:
     assert len(outcomes) >= 16
 
 
+def written(file: Path) -> list[Any]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
 @pytest.mark.usefixtures("memory")
-def test_two_ranks_verify_alike(started, stock, memory, monkeypatch) -> None:
+def test_two_ranks_verify_alike(started, stock, memory, tmp_path, monkeypatch) -> None:
     """Each rank verifies by itself: the drafts are the first one's on both, with pages of one token too, and without
-    the overlapped schedule; the embedding that plugins see is whole on each."""
+    the overlapped schedule; the embedding that plugins see is whole on each. There they see texts as well: at every
+    step each request's prompt and what it has said so far, whole or from any place on, with drafts in flight, cached
+    prefixes, and prompts that are prefilled in chunks."""
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
     options = {"tp_size": 2, "page_size": 1, "max_total_tokens": PAGE * PAGES, "disable_overlap_schedule": True}
+    ours = sets(memory, branches=BRANCHES, mistakes=0.6, watch=str(tmp_path / "texts"))
 
-    with started(
-        Engine, plugin="chunkllm", plugin_set=sets(memory, branches=BRANCHES, mistakes=0.6), **options
-    ) as engine:
+    with started(Engine, plugin="chunkllm", plugin_set=ours, **options) as engine:
         assert stock.greedy == answers(engine)
         before = counted(engine)
         engine.chunkllm.set({"plugins.replay.branches": 0, "speculative.tokens": 3})
         assert stock.greedy == answers(engine)
         status = engine.chunkllm.status()
+        tokenizer = engine.tokenizer_manager.tokenizer
 
     assert status["speculation"]["accepted"] > before["accepted"] > 0
     assert status["in_step"] and 2 == status["ranks"]
+    wholes = [[*tokenizer(prompt).input_ids, *said] for prompt, said in zip(prompts(16), stock.greedy, strict=True)]
+    lengths: dict[str, list[int]] = {}
+    for name, text, newest, in_parts in written(tmp_path / "texts"):
+        assert any(text == whole[: len(text)] for whole in wholes)
+        assert (newest, True) == (text[-1], in_parts)
+        lengths.setdefault(name, []).append(len(text))
+    assert 32 == len(lengths)
+    assert all(sorted(set(found)) == found for found in lengths.values())
+    assert 2 < max(late - early for found in lengths.values() for early, late in itertools.pairwise(found))
 
 
 class TestLaunch:

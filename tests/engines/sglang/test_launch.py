@@ -184,7 +184,7 @@ class TestRefusals:
         options = ("--pp-size", "2", "--tokenizer-worker-num", "2", "--enable-dp-attention", "--grpc-mode")
         said = refuse(*bridged("plugins.older.priority=3"), *options)
 
-        assert "older 1.0: built for ABI 0.9, this bridge speaks 1.1" in said
+        assert "older 1.0: built for ABI 0.9, this bridge speaks 1.2" in said
         for part in ("--pp-size 2", "--tokenizer-worker-num 2", "--enable-dp-attention is", "--grpc-mode is"):
             assert part in said
 
