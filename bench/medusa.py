@@ -43,6 +43,7 @@ ARGS = {
 }
 BRIDGE = ("--plugin", "chunkllm", "--plugin-set", "speculative.plugin=medusa")
 NAMES = Names("without", "medusa")
+TURNS = 3  # prompts that each of several streams answers in a run
 WARM = 2  # runs of each kind before anything is measured: shapes are compiled as they come up
 
 
@@ -55,16 +56,21 @@ class Run:
     itl: float
 
 
-async def drive(server: Server, prompts: Sequence[str], tokens: int) -> Run:
-    """All prompts at once, each answered with exactly so many tokens."""
+async def drive(server: Server, prompts: Sequence[str], tokens: int, streams: int) -> Run:
+    """So many prompts at once until all are answered, each with exactly so many tokens."""
+    left = iter(prompts)
+
+    async def stream(client: httpx.AsyncClient) -> list[float]:
+        return [await _answer(client, prompt, tokens) for prompt in left]
+
     async with httpx.AsyncClient(base_url=server.url, timeout=600.0) as client:
         started = time.perf_counter()
-        itls = await asyncio.gather(*(_stream(client, prompt, tokens) for prompt in prompts))
+        itls = await asyncio.gather(*(stream(client) for _ in range(streams)))
         seconds = time.perf_counter() - started
-    return Run(rate=len(prompts) * tokens / seconds, itl=statistics.median(itls))
+    return Run(rate=len(prompts) * tokens / seconds, itl=statistics.median(itertools.chain(*itls)))
 
 
-async def _stream(client: httpx.AsyncClient, prompt: str, tokens: int) -> float:
+async def _answer(client: httpx.AsyncClient, prompt: str, tokens: int) -> float:
     """Read one answer to its end; seconds per token after the first chunk. The last line says how many there were."""
     body = {"model": "model", "messages": [{"role": "user", "content": prompt}], "max_tokens": tokens}
     body |= {"temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
@@ -81,6 +87,12 @@ async def _stream(client: httpx.AsyncClient, prompt: str, tokens: int) -> float:
     return (times[-1] - times[0]) / max(1, tokens - 1)
 
 
+def prompts_for(streams: int) -> int:
+    """Several in turn on each of several streams: with one each, a run lasts as long as its slowest text, and the
+    others' streams stand empty until then, on whichever server they were quicker."""
+    return TURNS * streams if streams > 1 else 1
+
+
 @attrs.define
 class Taken(Pairs):
     """`steps` holds 1 / itl of each pair: above one is in favour of the heads."""
@@ -91,13 +103,13 @@ class Taken(Pairs):
 def take(servers: Sequence[Server], names: Names, streams: int, tokens: int, *, in_order: bool, into: Pairs) -> str:
     """One run on each of (without, medusa) with the same prompts, woken by a short one, the other standing still."""
     assert isinstance(into, Taken)
-    prompts = list(itertools.islice(into.prompts, streams))
+    prompts = list(itertools.islice(into.prompts, prompts_for(streams)))
     runs, others = {}, 0.0
     groups = {server.process.pid for server in servers}
     for server, other in itertools.permutations(servers if in_order else servers[::-1]):
         with stopped(other), watching(groups) as watch:
-            asyncio.run(drive(server, prompts, WAKE_TOKENS))
-            runs[server.url] = asyncio.run(drive(server, prompts, tokens))
+            asyncio.run(drive(server, prompts[:streams], WAKE_TOKENS, streams))
+            runs[server.url] = asyncio.run(drive(server, prompts, tokens, streams))
         others = max(others, watch.others)
     a, b = (runs[server.url] for server in servers)
     into.others.append(others)
@@ -123,7 +135,7 @@ def contestants(
             stack.enter_context(server)
         for server, streams in itertools.product((stock, medusa), options.streams):
             for _ in range(WARM):
-                asyncio.run(drive(server, ALL[-streams:], options.tokens))
+                asyncio.run(drive(server, ALL[-prompts_for(streams) :], options.tokens, streams))
         if options.off:
             Client(medusa.url).set({"speculative.plugin": "none"})
         before = Client(medusa.url).get("status")["speculation"]
