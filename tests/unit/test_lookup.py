@@ -177,6 +177,20 @@ class TestTrust:
 
         assert (True, 0, 20) == (wasted < 30, stopped, back)
 
+    def test_texts_of_another_kind_end_copies_soon(self) -> None:
+        """However many were right before, at every length: fewer than the 200 for which the bridge would take the whole
+        plugin for useless."""
+        lookup, made = Lookup(), {True: 0, False: 0}
+        for right in (True, False):
+            for number in range(3_000):
+                same = range(10, 12 + number % (LONGEST - 1))
+                desk = Desk({f"{right} {number}": [*same, 3, *same]}, lookup)
+                made[right] += bool(desk.draft()[f"{right} {number}"])
+                desk.texts[f"{right} {number}"] += [3 if right else 4]
+                desk.draft()
+
+        assert (3_000, True) == (made[True], made[False] < 150)
+
     @pytest.mark.parametrize("misleading", [2, LONGEST])
     def test_each_length_is_trusted_by_itself(self, misleading: int) -> None:
         """Two tokens that match by chance say nothing of eight, nor the other way round; beyond those it is all the

@@ -11,7 +11,7 @@ import attrs
 import pytest
 
 from chunkllm_bridge.plugins.medusa.levels import Level, chains, trees
-from chunkllm_bridge.plugins.medusa.pace import JUDGED, Pace, bucket_of
+from chunkllm_bridge.plugins.medusa.pace import FORCED, JUDGED, Pace, bucket_of
 
 WARM_UP = 200  # steps of a load before it is held against the static choices
 
@@ -362,6 +362,18 @@ def test_shares_are_of_copies_and_heads_apart() -> None:
     nothing, copied, *_, both = pace.gains()
     assert (1.0, 1.5, 1.5) == pytest.approx((nothing, copied, both), abs=0.05)
     assert 0.25 == pytest.approx(pace._shares.hits, abs=0.05)
+
+
+def test_heads_that_hardly_ever_draft_are_not_forced_for_ever() -> None:
+    """Where copies abound, the drafts to judge heads by may never come together: the trial ends after so many steps."""
+    pace = Pace(chains(4, copies=True, ragged=True), ragged=True)
+    forced = []
+    for step in range(FORCED + 1):
+        forced.append(pace._least > 0)
+        pace.level(1, 4, step)
+        pace.settle([4], [4], 0.05, [True], step)
+
+    assert [True] * FORCED + [False] == forced
 
 
 def test_a_lower_limit_is_kept_at_once() -> None:
